@@ -86,7 +86,7 @@ def updates_of(optimizer: Optimizer, numbers: Numbers) -> list[Update]:
     collect = types.FunctionType(step.__code__, {**step.__globals__, name: note}, step.__name__, step.__defaults__)
     with torch.no_grad(), _every_gradient(optimizer):
         collect(optimizer)
-        if _move_to_parameters(optimizer):
+        if move_to_parameters(optimizer):
             noted.clear()
             collect(optimizer)
     updates = []
@@ -103,7 +103,7 @@ def updates_of(optimizer: Optimizer, numbers: Numbers) -> list[Update]:
     return updates
 
 
-def _move_to_parameters(optimizer: Optimizer) -> bool:
+def move_to_parameters(optimizer: Optimizer) -> bool:
     """Move state that optimizers keep on the host, such as counts of steps, which no device graph can read there."""
     on_host = [
         (parameter, state, key)

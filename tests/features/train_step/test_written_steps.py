@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,7 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import checkpoint
 from written_habits import HABITS, IN_BFLOAT16, Made, mlp, simple, xy
 
 import fxwrap
@@ -60,6 +62,46 @@ def test_a_step_is_what_the_loop_is(name: str) -> None:
     torch.testing.assert_close(state, expected_state, rtol=tolerance, atol=tolerance, equal_nan=True)
     stats = fxwrap.stats(step)
     assert stats["programs"] >= 1 and not stats["fallbacks"], stats
+
+
+@pytest.mark.parametrize("name", ["accumulate_outside", "gan", "scaler"])
+def test_a_step_on_other_devices(name: str, device: torch.device) -> None:
+    def make() -> Made:
+        with device:
+            written, batch = HABITS[name]()
+        return written, lambda number: tree_map_only(torch.Tensor, lambda one: one.to(device), batch(number))
+
+    expected, expected_state, _ = run(make, lambda step: step)
+    got, state, step = run(make, fxwrap.train_step)
+    torch.testing.assert_close((got, state), (expected, expected_state), rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert fxwrap.stats(step)["programs"] >= 1
+
+
+@pytest.mark.parametrize("kind", ["not reentrant", "reentrant", "none"])
+def test_a_checkpoint_repeats_its_random_numbers(kind: str) -> None:
+    """The mask of the gradient is the one of the loss, and another one at each call."""
+    weight = nn.Parameter(torch.ones(64))
+    optimizer = torch.optim.SGD([weight], 0.0)
+
+    def dropped(x: torch.Tensor) -> torch.Tensor:
+        return F.dropout(x * weight, 0.5)
+
+    def written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        optimizer.zero_grad()
+        x.requires_grad_()
+        result = dropped(x) if kind == "none" else checkpoint(dropped, x, use_reentrant=kind == "reentrant")
+        result.sum().backward()
+        gradient = weight.grad.clone()  # type: ignore[union-attr]
+        optimizer.step()
+        return result.detach(), gradient
+
+    step, masks = fxwrap.train_step(written), []
+    for _ in range(5):
+        result, gradient = step(torch.ones(64))
+        torch.testing.assert_close(result, gradient)
+        masks.append(result != 0)
+    assert fxwrap.stats(step)["replays"] >= 2
+    assert not any(torch.equal(one, next_one) for one, next_one in itertools.pairwise(masks))
 
 
 @pytest.mark.parametrize("name", ["gan", "maml", "onecycle", "param_hooks", "scaler"])
@@ -247,6 +289,27 @@ def test_a_tensor_that_is_not_found_is_named() -> None:
 
     message = _refusal(written, *xy())
     assert "found in no module" in message and "float32[3]" in message and "next(hidden)" in message
+
+
+def test_an_argument_gets_no_gradient() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    x, y = xy()
+    assert "gradient of an argument" in _refusal(simple(model, optimizer), x.requires_grad_(), y)
+
+
+def test_an_attribute_that_a_step_adds_is_named() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if model.training and hasattr(model, "seen"):
+            model.hidden = model[0](x)
+        model.seen = True
+        return simple(model, optimizer)(x, y)
+
+    assert "adds to model" in _refusal(written, *xy())
+    assert not hasattr(model, "hidden")
 
 
 def test_wrong_arguments() -> None:

@@ -14,6 +14,7 @@ the numbers are fake. A fake value's number is not known, so that a decision on 
 from __future__ import annotations
 
 import contextlib
+import functools
 import linecache
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.eval_frame import innermost_fn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -40,6 +42,7 @@ from ....graphs.compilation import Compilation
 from ....graphs.memory.locks import lock_of_process
 from ....host_graph.user_code import owner_of
 from ..written.step_if import predicated
+from .random_numbers import RandomNumbers
 from .tracing_state import without_autocast
 
 DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
@@ -102,11 +105,16 @@ def traced(
         def is_used(tensor: torch.Tensor) -> bool:
             return bool(nodes[id(tensor)].users)
 
-        with _InPlaceOf(fakes, unknown):
+        random = RandomNumbers()
+        with Patches() as patches, _InPlaceOf(fakes, unknown, random):
+            random.patch(patches)
             return list(function(inputs[len(tensors) :], is_used))
 
     with _TRACING, _as_in_a_compiler(), mode, enable_python_dispatcher():
         examples = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*tensors, *given)]
+        for example in examples:
+            if example.is_leaf:
+                example.grad = None
         gm = make_fx(with_fakes, tracing_mode="real", record_stack_traces=True, _allow_non_fake_inputs=True)(
             *examples
         )
@@ -120,11 +128,14 @@ class _InPlaceOf(TorchDispatchMode):
     Args:
         fakes: by the ids of the real tensors.
         unknown: gets real tensors that have no fake value, each with the line that uses it.
+        random: draws random numbers.
     """
 
-    def __init__(self, fakes: Mapping[int, torch.Tensor], unknown: list[tuple[torch.Tensor, str]]) -> None:
+    def __init__(
+        self, fakes: Mapping[int, torch.Tensor], unknown: list[tuple[torch.Tensor, str]], random: RandomNumbers
+    ) -> None:
         super().__init__()
-        self._fakes, self._unknown = fakes, unknown
+        self._fakes, self._unknown, self._random = fakes, unknown, random
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -132,7 +143,10 @@ class _InPlaceOf(TorchDispatchMode):
         if func in _OF_CONSTANTS:
             return func(*args, **(kwargs or {}))
         given_args, given_kwargs = tree_map_only(torch.Tensor, self._fake, (tuple(args), dict(kwargs or {})))
-        result = func(*given_args, **given_kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            result = self._random.draw(func, given_args, given_kwargs)
+        else:
+            result = func(*given_args, **given_kwargs)
         # An operator that works in place returns what it was given.
         return args[0] if args and isinstance(result, torch.Tensor) and result is given_args[0] else result
 
@@ -167,7 +181,8 @@ def compiled(
     Args:
         names: what reports call the inputs; those that it names stay where they are, the others move.
     """
-    gm = traced.gm
+    gm, constants = traced.gm, _lifted(traced.gm)
+    names = [*(f"constant {number}" for number in range(len(constants))), *names]
     # What Dynamo tells AOTAutograd of its graphs, in torch's older and newer versions.
     gm.meta |= {"dynamo_compile_id": None, "dynamo_flat_name_to_original_fqn": {}}
     gm._param_name_to_source = {}  # type: ignore[assignment]
@@ -177,8 +192,29 @@ def compiled(
             node.meta["tensor_dict"] = {"_dynamo_static_input_type": "unguarded"}
             node.meta["grapharg"] = _Argument(_Source(names[position]))
     with torch.no_grad(), without_autocast():
-        run: Any = fxwrap(gm, traced.examples, options=options, compilation=compilation)
-    return run  # type: ignore[no-any-return]
+        run: Any = fxwrap(gm, [*constants, *traced.examples], options=options, compilation=compilation)
+    # Without the wrapper by which Dynamo leaves a function alone: no frame evaluation is on around a step.
+    run = innermost_fn(run)
+    return functools.partial(run, *constants) if constants else run  # type: ignore[no-any-return]
+
+
+def _lifted(gm: GraphModule) -> list[torch.Tensor]:
+    """Make inputs, before all others, of the constants that a graph holds (``torch.tensor(3.0)``). Returns them."""
+    constants: dict[str, torch.Tensor] = {}
+    first = next(iter(gm.graph.nodes))
+    for node in gm.graph.find_nodes(op="get_attr"):
+        if isinstance(value := getattr(gm, str(node.target)), torch.Tensor):
+            if str(node.target) not in constants:
+                with gm.graph.inserting_before(first):
+                    placeholder = gm.graph.placeholder(str(node.target))
+                constants[str(node.target)] = value.detach()
+            placeholder = next(p for p in gm.graph.find_nodes(op="placeholder") if p.target == str(node.target))
+            node.replace_all_uses_with(placeholder)
+            gm.graph.erase_node(node)
+    for name in constants:
+        delattr(gm, name)
+    gm.recompile()
+    return list(constants.values())
 
 
 @dataclass(frozen=True)

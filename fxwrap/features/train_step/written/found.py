@@ -173,7 +173,9 @@ class _Search:
             for key, tensor in (*part._parameters.items(), *part._buffers.items()):
                 if tensor is not None:
                     self.found.tensors.setdefault(tensor, f"{where}.{key}")
-            self.found.tables += [(where, vars(part), None), (f"{where}.", part._parameters, None)]
+            # Tables of a module stay; what is in them is watched.
+            keys = tuple(key for key, value in vars(part).items() if not isinstance(value, (dict, set)))
+            self.found.tables += [(f"{where}.", vars(part), keys), (f"{where}.", part._parameters, None)]
             self.found.tables += [(f"{where}.", part._buffers, None), (f"{where}.", part._modules, None)]
             for key, value in list(vars(part).items()):
                 if isinstance(value, dict) and "hooks" in key:

@@ -23,8 +23,14 @@ class SideEffects:
     def __init__(self, found: Found) -> None:
         self._states = {id(optimizer.state): name for name, optimizer in found.optimizers.items()}
         self._inner = {id(state): None for o in found.optimizers.values() for state in o.state.values()}
+        # Of globals, others may add some meanwhile.
         self._tables = [
-            (name, table, list(table) if isinstance(table, list) else _part(table, keys), keys is None)
+            (
+                name,
+                table,
+                list(table) if isinstance(table, list) else _part(table, keys),
+                _keys(table) if name else None,
+            )
             for name, table, keys in found.tables
         ]
         self._cells = [(name, cell, _content(cell)) for name, cell in found.cells]
@@ -52,11 +58,11 @@ class SideEffects:
     def undo(self) -> tuple[bool, list[str]]:
         """Put everything back. Returns whether optimizers have made state, and what else was changed, by name."""
         made_state, faults = False, []
-        for name, table, before, whole in self._tables:
+        for name, table, before, keys in self._tables:
             entries = dict(enumerate(before)) if isinstance(before, list) else before
             now = dict(enumerate(table)) if isinstance(table, list) else table
             changed = [key for key, old in entries.items() if key not in now or _is_other(now[key], old)]
-            added = [key for key in now if key not in entries] if whole else []
+            added = [key for key in now if key not in keys] if keys is not None else []
             if not (changed or added):
                 continue
             if id(table) in self._states or id(table) in self._inner:
@@ -79,6 +85,10 @@ class SideEffects:
 
 _REMEDY = "return the value, take it as an argument, or make it a tensor that is written in place"
 _MISSING = object()
+
+
+def _keys(table: Any) -> frozenset[Any]:
+    return frozenset(range(len(table)) if isinstance(table, list) else table)
 
 
 def _part(table: dict[Any, Any], keys: tuple[Any, ...] | None) -> dict[Any, Any]:

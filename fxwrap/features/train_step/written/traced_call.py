@@ -17,6 +17,7 @@ from .gradients import Before, Gradients
 from .side_effects import SideEffects
 
 _TENSOR = object()
+_LEAVES = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 # Of torch's error where a trace has to know a number of a tensor.
 _READS_NUMBER = "get value out of a tracing tensor"
 
@@ -36,7 +37,30 @@ class Outputs:
         """What the step returns, with tensors in their places."""
         returned = iter(tensors)
         leaves = [next(returned) if leaf is _TENSOR else leaf for leaf in self.leaves]
-        return tree_unflatten(leaves, self.structure)
+        return _filled(self.structure, leaves)
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of arguments, and their structure: their number, where each is a leaf, as torch's trees are slow."""
+    if not kwargs and all(type(value) in _LEAVES for value in args):
+        return args, len(args)
+    return tree_flatten((args, kwargs))
+
+
+def arguments_of(leaves: Sequence[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with other leaves."""
+    if type(structure) is int:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(list(leaves), structure)
+    return args, kwargs
+
+
+def _filled(structure: Any, leaves: list[Any]) -> Any:
+    if structure.is_leaf():
+        return leaves[0]
+    if structure.type is tuple and len(leaves) == structure.num_children == structure.num_leaves:
+        return tuple(leaves)
+    return tree_unflatten(leaves, structure)
 
 
 class TracedCall:
@@ -74,8 +98,14 @@ class TracedCall:
             leaves = list(self._leaves)
             for place, value in zip(self._places, given, strict=True):
                 leaves[place] = value
-            args, kwargs = tree_unflatten(leaves, self._structure)
+            args, kwargs = arguments_of(leaves, self._structure)
             result, structure = tree_flatten(self._step(*args, **kwargs))
+            asked = (place for place in self._places if self._leaves[place].requires_grad)
+            if any(leaves[place].is_leaf and leaves[place].grad is not None for place in asked):
+                raise NotTraceable(
+                    "it adds to the gradient of an argument, which a replay does not: give it a tensor without "
+                    "requires_grad, and call requires_grad_() and torch.autograd.grad in the step"
+                )
             with torch.no_grad():
                 effects.write_back()
                 self._look_at_gradients(is_used)

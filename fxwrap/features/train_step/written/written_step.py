@@ -20,12 +20,13 @@ from ....errors import MemoryLimitError, TrainStepError, causes
 from ....graphs.compilation import Compilation
 from ..codegen.as_it_stands import compiled
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
+from ..optimizers import move_to_parameters
 from ..unchanged import kept
 from .found import PLAIN, Found, found_in
 from .gradients import Before, Gradients, grad_of
 from .settings import Settings
 from .side_effects import SideEffects
-from .traced_call import NotTraceable, Outputs, TracedCall
+from .traced_call import NotTraceable, Outputs, TracedCall, leaves_of
 from .watched import Watched, difference, facts_of
 
 # Why a call runs as it is written.
@@ -110,7 +111,7 @@ class WrittenStep:
             return self._call(args, kwargs) if self._rehearses else result
         if not (self._watched.holds() and self._settings is not None and self._settings.hold()):
             self._look()
-        leaves, structure = tree_flatten((args, kwargs))
+        leaves, structure = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         key = _key(leaves), structure, modes()
         programs = self._serving.get(key, ())
@@ -150,6 +151,8 @@ class WrittenStep:
     def _look(self) -> None:
         """Find what the step's code reaches now, and the programs that are for it."""
         found = found_in(self._step, self._modules, self._optimizers)
+        if any([move_to_parameters(optimizer) for optimizer in found.optimizers.values()]):
+            found = found_in(self._step, self._modules, self._optimizers)
         if self._settings is None or self._settings.optimizers != found.optimizers:
             self._settings = Settings(found.optimizers)
         self._settings.look()
@@ -163,7 +166,7 @@ class WrittenStep:
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
-    def _trace(self, leaves: list[Any], structure: Any, key: object) -> _Program | None:
+    def _trace(self, leaves: Sequence[Any], structure: Any, key: object) -> _Program | None:
         """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace can keep."""
         reason = self._reason(key)
         before = Before.of(list(self._found.parameters()))

@@ -1,0 +1,70 @@
+"""Random numbers of a trace, and positions among them: what sets a generator's state back draws the same again.
+
+::
+
+    checkpoint(f, x)     state = get_rng_state()      position 3
+                         f: dropout                   draws number 3
+    backward             set_rng_state(state)         position 3
+                         f again: dropout             is number 3, and draws nothing
+
+A trace draws nothing from torch's generators, so that their states would all be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ....codegen.devices.patches import Patches
+
+
+class RandomNumbers:
+    """The random numbers that a trace has drawn, in order."""
+
+    def __init__(self) -> None:
+        self._drawn: list[tuple[Any, torch.Tensor]] = []
+        self._position = 0
+        self._states: list[tuple[torch.Tensor, int]] = []
+
+    def draw(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What a random operator returns: the numbers at this position, if it has drawn them before."""
+        written = args[0] if func._schema.is_mutable else None
+        if self._position < len(self._drawn) and self._drawn[self._position][0] == func:
+            numbers = self._drawn[self._position][1]
+            result = numbers if written is None else written.copy_(numbers)
+        else:
+            result = func(*args, **kwargs)
+            self._drawn[self._position :] = [(func, result if written is None else written.clone())]
+        self._position += 1
+        return result
+
+    def patch(self, patches: Patches) -> None:
+        """Have torch's functions for the states of generators mean positions."""
+        device = torch._C._get_accelerator().type
+        owners = [torch, torch.random]
+        if (module := getattr(torch, device, None)) is not None and device != "cpu":
+            owners += [module, getattr(module, "random", module)]
+        for owner in owners:
+            for name, function in (("get_rng_state", self._get), ("set_rng_state", self._set)):
+                if hasattr(owner, name):
+                    patches.put(owner, name, function(getattr(owner, name)))
+
+    def _get(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def get_rng_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+            state = original(*args, **kwargs)
+            self._states.append((state, self._position))
+            return state
+
+        return get_rng_state
+
+    def _set(self, original: Callable[..., None]) -> Callable[..., None]:
+        def set_rng_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            known = [position for state, position in self._states if state is new_state]
+            if not known:
+                original(new_state, *args, **kwargs)
+            else:
+                self._position = known[-1]
+
+        return set_rng_state
