@@ -623,8 +623,11 @@ class OurSide(Side):
 # -- both sides ------------------------------------------------------------------------------------------------------
 
 
-def run(training: Training, device: torch.device) -> int:
+def run(training: Training, device: torch.device, side: type[OurSide] = OurSide) -> int:
     """Run a program on both sides; returns the number of replays.
+
+    Args:
+        side: fxwrap's; ``written.py`` has another one.
 
     Raises:
         DifferenceError: at the first call after which something is not the same.
@@ -632,7 +635,7 @@ def run(training: Training, device: torch.device) -> int:
     torch._dynamo.reset()
     with torch_settings(training.float64), torch.random.fork_rng(devices=[]):
         theirs = Side(training, device)
-        ours = _our_side(training, device, theirs)
+        ours = _our_side(training, device, theirs) if side is OurSide else side(training, device)
         for number, step in enumerate(training.steps):
             try:
                 theirs.run(number)
@@ -643,7 +646,8 @@ def run(training: Training, device: torch.device) -> int:
         counters = fxwrap.stats(ours.step)
         if counters["fallbacks"]:
             raise DifferenceError(f"Inductor's wrapper runs it: {counters['fallbacks']}")
-        check_static_inputs(ours)
+        if side is OurSide:
+            check_static_inputs(ours)
         return int(counters["replays"])
 
 
@@ -746,10 +750,10 @@ def check_static_inputs(ours: OurSide) -> None:
 # -- what fails is made small ----------------------------------------------------------------------------------------
 
 
-def differs(training: Training, device: torch.device) -> bool:
+def differs(training: Training, device: torch.device, side: type[OurSide] = OurSide) -> bool:
     """Whatever is raised."""
     try:
-        run(training, device)
+        run(training, device, side)
     except Exception:
         return True
     return False

@@ -3,6 +3,7 @@
     python tests/fuzz/training_sweep.py --programs 300
     python tests/fuzz/training_sweep.py --device simulated --programs 100
     python -m hostcuda tests/fuzz/training_sweep.py --device gpu --programs 30
+    python tests/fuzz/training_sweep.py --form written
     python tests/fuzz/training_sweep.py --first 117 --programs 1 --shrink
 
 Program n is the same in every run. Compiling takes nearly all of the time; ``--minutes`` ends a long run. Exit code 1
@@ -12,6 +13,7 @@ if anything differs.
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 import time
@@ -23,7 +25,8 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
 from conftest import DEVICES, launches_compared  # noqa: E402
-from training import DifferenceError, random_training, run, shrunk  # noqa: E402
+from training import DifferenceError, OurSide, differs, random_training, run, shrunk  # noqa: E402
+from written import WrittenSide  # noqa: E402
 
 from fxwrap.errors import causes  # noqa: E402
 
@@ -39,6 +42,7 @@ _REFUSED = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=sorted(DEVICES), default="cpu")
+    parser.add_argument("--form", choices=("loss", "written"), default="loss", help="of the step")
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no program after so many")
@@ -47,6 +51,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    side = WrittenSide if given.form == "written" else OurSide
     begin, calls, replays, refused, done, differences = time.monotonic(), 0, 0, 0, 0, []
     with DEVICES[given.device]() as device, launches_compared():
         for number in range(given.first, given.first + given.programs):
@@ -56,7 +61,7 @@ def main() -> int:
             if given.show:
                 print(f"program {number}\n{training}", flush=True)
             try:
-                replays += run(training, device)
+                replays += run(training, device, side)
                 calls += len(training.steps)
             except Exception as error:
                 if any(text in str(cause) for cause in causes(error) for text in _REFUSED):
@@ -67,7 +72,7 @@ def main() -> int:
                     if not isinstance(error, DifferenceError):
                         traceback.print_exc()
                     if given.shrink:
-                        print(shrunk(training, device), flush=True)
+                        print(shrunk(training, device, functools.partial(differs, side=side)), flush=True)
             done += 1
     titles = "device", "programs", "refused", "calls compared", "replays", "differences", "s"
     took = round(time.monotonic() - begin)

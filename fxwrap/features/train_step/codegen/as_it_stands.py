@@ -34,16 +34,16 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ....backend import fxwrap
 from ....codegen.devices.patches import Patches
 from ....graphs.compilation import Compilation
 from ....graphs.memory.locks import lock_of_process
-from ....host_graph.user_code import owner_of
+from ....host_graph.user_code import last_frame, owner_of
 from ..written.step_if import predicated
 from .random_numbers import RandomNumbers
-from .tracing_state import without_autocast
+from .tracing_state import is_fake, without_autocast
 
 DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 _TRACING = lock_of_process()
@@ -119,6 +119,8 @@ def traced(
             *examples
         )
     _remove_ranges(gm)
+    held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
+    unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
     return Traced(gm, examples, unknown)
 
 
@@ -130,6 +132,9 @@ class _InPlaceOf(TorchDispatchMode):
         unknown: gets real tensors that have no fake value, each with the line that uses it.
         random: draws random numbers.
     """
+
+    # Such as ``torch.cond``. A branch may use operands only.
+    supports_higher_order_operators = True
 
     def __init__(
         self, fakes: Mapping[int, torch.Tensor], unknown: list[tuple[torch.Tensor, str]], random: RandomNumbers
@@ -143,7 +148,9 @@ class _InPlaceOf(TorchDispatchMode):
         if func in _OF_CONSTANTS:
             return func(*args, **(kwargs or {}))
         given_args, given_kwargs = tree_map_only(torch.Tensor, self._fake, (tuple(args), dict(kwargs or {})))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if func is torch.ops.higher_order.cond:
+            return _branched(*given_args)
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             result = self._random.draw(func, given_args, given_kwargs)
         else:
             result = func(*given_args, **given_kwargs)
@@ -158,6 +165,22 @@ class _InPlaceOf(TorchDispatchMode):
             self._unknown.append((value, user_place(traceback.walk_stack(None))))
             return value
         return fake
+
+
+def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any) -> Any:
+    """``torch.cond`` with branches that return tuples, which Inductor asks for, and Dynamo makes."""
+    structures = []
+
+    def tupled(branch: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        def run(*args: Any) -> tuple[Any, ...]:
+            leaves, structure = tree_flatten(branch(*args))
+            structures.append(structure)
+            return tuple(leaves)
+
+        return run
+
+    results = torch.ops.higher_order.cond(condition, tupled(true), tupled(false), operands)
+    return tree_unflatten(list(results), structures[-1])
 
 
 # What ``torch.tensor(3.0)`` calls with the constant.

@@ -3,9 +3,10 @@
 ::
 
     zero_grad(); backward(); step()              reads no p.grad from before: p.grad is None after a call
+    zero_grad(); backward()    (no step yet)     makes p.grad: the program returns it
     backward(); step(); zero_grad()              p.grad is None before and after
     zero_grad(set_to_none=False); backward()     writes to p.grad, which stays the tensor that it is
-    backward()   (no step yet: sums)             adds to p.grad, or makes it: the call's result is p.grad
+    backward()                 (no step yet)     adds to p.grad
 
 Whether p.grad is there is a fact of a program only if the step reads it. To find out, it is there in a trace; if it
 was used, and is not there in truth, the trace is made once more without it.
@@ -89,20 +90,29 @@ class Gradients:
     Attributes:
         there: for parameters whose p.grad the program uses, whether there is one.
         cleared: those that have none afterwards.
+        dropped: those that have one in the loop, which an optimizer has used, and that the step clears before it
+            reads it: none, either.
         made: those that get one; the program returns it.
     """
 
     there: Sequence[tuple[torch.Tensor, bool]]
     cleared: Sequence[torch.Tensor]
+    dropped: Sequence[torch.Tensor]
     made: Sequence[torch.Tensor]
 
     def fit(self) -> bool:
         """Whether the gradients that a call uses are there, and no others."""
         return all((parameter.grad is not None) is there for parameter, there in self.there)
 
+    def read(self, dropped: Sequence[torch.Tensor]) -> bool:
+        """Whether a call uses gradients that the one before has dropped."""
+        return bool(self.there) and bool({id(parameter) for parameter, _ in self.there} & set(map(id, dropped)))
+
     def apply(self, made: Sequence[torch.Tensor]) -> None:
         """Set p.grad after a call."""
         for parameter in self.cleared:
+            parameter.grad = None
+        for parameter in self.dropped:
             parameter.grad = None
         for parameter, grad in zip(self.made, made, strict=True):
             parameter.grad = grad

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..codegen.as_it_stands import DATA_DECIDES, Traced, traced, user_place
@@ -82,6 +85,8 @@ class TracedCall:
         self._step, self._found, self._leaves, self._structure, self.before = step, found, leaves, structure, before
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.needs_absent = False
+        self._stepped: dict[int, tuple[int, int]] = {}
+        self._thread = threading.get_ident()
 
     def trace(self, tensors: Sequence[torch.Tensor], effects: SideEffects) -> None:
         """Trace the call.
@@ -119,6 +124,7 @@ class TracedCall:
             return [tensor.detach() for tensor in returned]
 
         given = [self._leaves[place] for place in self._places]
+        handle = register_optimizer_step_post_hook(self._note_step)
         try:
             self.traced = traced(step, [*tensors, *self.before.tensors()], given)
         except DATA_DECIDES as error:
@@ -127,6 +133,8 @@ class TracedCall:
             if _READS_NUMBER not in str(error):
                 raise
             raise NotTraceable(_decision(error)) from error
+        finally:
+            handle.remove()
         if self.traced.unknown:
             lines = [
                 f"a tensor that is found in no module, optimizer, argument or variable of the step: "
@@ -138,29 +146,35 @@ class TracedCall:
     def _look_at_gradients(self, is_used: Callable[[torch.Tensor], bool]) -> None:
         """Note what the trace has done to p.grad."""
         there: list[tuple[torch.Tensor, bool]] = []
-        cleared, made = [], []
+        cleared, dropped, made = [], [], []
         for parameter, grad, is_there in self.before.entries():
             after, used = parameter.grad, grad is not None and is_used(grad)
-            if not is_there and grad is not None:  # see ``Before.with_any``
+            if grad is None and (parameter.requires_grad or after is not None):
+                there.append((parameter, False))
+            elif is_there and used:
+                there.append((parameter, True))
+            elif grad is not None and not is_there:  # see ``Before.with_any``
                 self.needs_absent |= used or after is grad
+            if after is grad:
+                continue
+            if after is None:
                 cleared.append(parameter)
-            elif grad is None:
-                if parameter.requires_grad or after is not None:
-                    there.append((parameter, False))
-                if after is not None:
-                    made.append(parameter)
+            elif grad is not None and is_there and used:
+                grad.copy_(after)
+                parameter.grad = None
+                parameter.grad = grad
+            elif grad is not None and self._stepped.get(id(parameter)) == (id(after), after._version):
+                dropped.append(parameter)
             else:
-                if used:
-                    there.append((parameter, True))
-                if after is grad:
-                    continue
-                if after is not None and used:
-                    grad.copy_(after)
-                    parameter.grad = None
-                    parameter.grad = grad
-                else:
-                    cleared.append(parameter)
-        self.gradients = Gradients(there, cleared, made)
+                made.append(parameter)
+        self.gradients = Gradients(there, cleared, dropped, made)
+
+    def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """An optimizer has used these gradients: what is left of them is of no use but to look at."""
+        if threading.get_ident() == self._thread:
+            for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+                if (grad := parameter.grad) is not None:
+                    self._stepped[id(parameter)] = id(grad), grad._version
 
 
 def _decision(error: BaseException) -> str:

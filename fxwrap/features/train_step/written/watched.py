@@ -71,8 +71,19 @@ def facts_of(found: Found) -> dict[str, object]:
         facts[f"layout of {name}"] = _layout(tensor)
         for table in _GRAD_TABLES:
             if hooks := getattr(tensor, table, None):
-                facts[f"hooks of {name}"] = tuple(map(id, hooks.values()))
+                facts[f"hooks of {name}"] = tuple(map(_Object, hooks.values()))
+    for names in shared_memory(found):
+        facts[f"memory of {names[0]}"] = names
     return facts
+
+
+def shared_memory(found: Found) -> list[tuple[str, ...]]:
+    """The names of tensors that lie in one storage, for each storage that several lie in."""
+    storages: dict[int, list[str]] = {}
+    for tensor, name in found.tensors.items():
+        if tensor.layout is torch.strided:
+            storages.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    return [tuple(names) for names in storages.values() if len(names) > 1]
 
 
 def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:

@@ -27,7 +27,7 @@ from .gradients import Before, Gradients, grad_of
 from .settings import Settings
 from .side_effects import SideEffects
 from .traced_call import NotTraceable, Outputs, TracedCall, leaves_of
-from .watched import Watched, difference, facts_of
+from .watched import Watched, difference, facts_of, shared_memory
 
 # Why a call runs as it is written.
 FIRST = "first call"
@@ -97,6 +97,7 @@ class WrittenStep:
         self._tensors: list[torch.Tensor] = []
         self._serving: dict[object, list[_Program]] = {}
         self._rehearses = False
+        self._dropped: Sequence[torch.Tensor] = ()
         # A trace has other values in optimizers and p.grad. Calls of one step write the same tensors, anyway.
         self._one_at_a_time = threading.RLock()
         self.__name__ = getattr(step, "__name__", type(step).__name__)
@@ -125,6 +126,11 @@ class WrittenStep:
 
     def _run(self, program: _Program, given: list[torch.Tensor]) -> Any:
         gradients = program.gradients
+        if gradients.read(self._dropped):
+            raise self._refused(
+                "it reads p.grad that the call before has left: a call that clears gradients before it reads them, "
+                "and steps with them, keeps none. Call zero_grad() in the step wherever gradients begin anew"
+            )
         inputs = [*self._tensors, *map(grad_of, program.having), *given]
         try:
             if program.autocast:
@@ -136,6 +142,7 @@ class WrittenStep:
             if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
                 raise limit from limit.__cause__
             raise
+        self._dropped = gradients.dropped
         made = len(gradients.made)
         gradients.apply(returned[len(returned) - made :])
         return program.outputs.of(returned[: len(returned) - made] if made else returned)
@@ -143,6 +150,7 @@ class WrittenStep:
     def _as_written(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = self._step(*args, **kwargs)
         self.ordinary_calls[reason] += 1
+        self._dropped = ()
         self._look()
         leaves, structure = tree_flatten(result)
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -208,7 +216,10 @@ class WrittenStep:
         trace = trace.without([len(names) + place for place, is_used in enumerate(used) if not is_used])
         having = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
         shown = [*names.values(), *(f"{names[parameter]}.grad" for parameter in having)]
-        compilation, options = Compilation(), {"inputs_apart": True, **(self._options or {})}
+        compilation, options = (
+            Compilation(),
+            {"inputs_apart": not shared_memory(self._found), **(self._options or {})},
+        )
         program = _Program(
             compiled(trace, shown, options, compilation),
             self._facts,
