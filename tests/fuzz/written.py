@@ -40,7 +40,7 @@ class WrittenSide(OurSide):
                 optimizer.step()
             return outputs
 
-        return fxwrap.train_step(step, memory_limit=limit, options=options)
+        return fxwrap.train_step(step, memory_limit=limit, dynamic=training.dynamic, options=options)
 
     @property
     def _flags(self) -> tuple[bool, bool]:

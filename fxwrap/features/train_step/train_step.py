@@ -49,6 +49,7 @@ def train_step(
     modules: Sequence[torch.nn.Module] = (),
     optimizers: Sequence[Optimizer] = (),
     memory_limit: int | str | None = None,
+    dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> WrittenStep: ...
 
@@ -126,7 +127,7 @@ def train_step(
             ``torch.distributed.group.WORLD`` (which is None before ``init_process_group``). Now, all take over
             parameters and buffers of the first. Updates are made of averages of all processes' gradients, so that
             parameters stay equal.
-        dynamic: with ``loss``: as for ``torch.compile``. A written step is traced for each size.
+        dynamic: as for ``torch.compile``: None for sizes that have varied.
         options: as for ``torch.compile(..., backend="fxwrap")``.
 
     Raises:
@@ -142,7 +143,6 @@ def train_step(
         options = {**(options or {}), "memory_limit": memory_limit}
     if loss is None and optimizer is None and not isinstance(model, torch.nn.Module):
         alone = {"clip_norm": clip_norm is not None, "accumulate": accumulate != 1, "group": group is not None}
-        alone["dynamic"] = dynamic is not None
         if wrong := [name for name, given in alone.items() if given]:
             raise TrainStepError(
                 f"{', '.join(wrong)} of train_step",
@@ -150,7 +150,7 @@ def train_step(
                 got="a step as it is written",
                 remedy="write it in the step, such as torch.nn.utils.clip_grad_norm_",
             )
-        return WrittenStep(model, modules, optimizers, options)
+        return WrittenStep(model, modules, optimizers, dynamic, options)
     if modules or optimizers:
         raise TrainStepError(
             "modules and optimizers of train_step",

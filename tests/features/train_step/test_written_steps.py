@@ -209,6 +209,24 @@ def test_arguments_that_are_no_tensors_are_compared() -> None:
             torch.testing.assert_close(result["loss"], written(*batch, kind, weight=weight)["loss"].detach())
 
 
+@pytest.mark.parametrize(("dynamic", "traces"), [(None, 3), (True, 2), (False, 5)])
+def test_sizes_that_vary(dynamic: bool | None, traces: int) -> None:
+    """A size of 1 is a trace of its own, as for any compiled function."""
+    torch.manual_seed(0)
+    model = mlp()
+    twin = copy.deepcopy(model)
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y, reduction="sum") / x.shape[0]
+
+    step = fxwrap.train_step(simple(model, torch.optim.Adam(model.parameters()), loss), dynamic=dynamic)
+    loop = simple(twin, torch.optim.Adam(twin.parameters()), loss)
+    for rows in (5, 5, 7, 9, 7, 1, 300, 5):
+        batch = xy(rows)
+        torch.testing.assert_close(step(*batch), loop(*batch), rtol=1e-5, atol=1e-5)
+    assert sum(step.traced.values()) == traces, step.traced
+
+
 # -- what is refused --------------------------------------------------------------------------------------------
 
 

@@ -17,8 +17,8 @@ import contextlib
 import functools
 import linecache
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,7 +32,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.fx.experimental.symbolic_shapes import (
+    SYMPY_INTERP,
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
@@ -57,11 +63,15 @@ class Traced:
         gm: takes the tensors, then the leaves of the call that are tensors; returns what the function returned.
         examples: fake values of what it takes.
         unknown: real tensors that the function used and that are no input, each with the line that used it.
+        given: how many of the inputs are leaves of the call.
+        varies: whether it is for other sizes of these, too.
     """
 
     gm: GraphModule
     examples: Sequence[torch.Tensor]
     unknown: Sequence[tuple[torch.Tensor, str]]
+    given: int
+    varies: bool
 
     def is_used(self, position: int) -> bool:
         """Whether the function has used an input."""
@@ -74,13 +84,27 @@ class Traced:
             self.gm.graph.erase_node(placeholders[position])
         self.gm.recompile()
         examples = [value for place, value in enumerate(self.examples) if place not in positions]
-        return Traced(self.gm, examples, self.unknown)
+        return replace(self, examples=examples)
+
+    def sizes_hold(self) -> Callable[[Sequence[torch.Tensor]], bool]:
+        """Whether what was decided by sizes, in the trace and when it was compiled, holds for other arguments.
+
+        It is called when the trace is compiled. Sizes that do not vary are not looked at.
+        """
+        if not self.varies:
+            return lambda given: True
+        given: Any = self.examples[len(self.examples) - self.given :]
+        environment = given[0].fake_mode.shape_env
+        code = environment.produce_guards_expression(given) or "True"
+        names, compiled_code = [f"t{place}" for place in range(self.given)], compile(code, "<sizes>", "eval")
+        return lambda given: bool(eval(compiled_code, SYMPY_INTERP, {"L": dict(zip(names, given, strict=True))}))
 
 
 def traced(
     function: Callable[[Sequence[torch.Tensor], Callable[[torch.Tensor], bool]], Sequence[torch.Tensor]],
     tensors: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
+    varying: Sequence[Collection[int]],
 ) -> Traced:
     """Trace a function, which computes with ``tensors`` themselves, and gets fake values of ``given``.
 
@@ -88,11 +112,13 @@ def traced(
 
     Args:
         function: its second argument tells whether one of ``tensors`` was used by now.
+        varying: for each of ``given``, the dimensions whose sizes may be others at another call.
 
     Raises:
         Exception: what the function raises; ``DATA_DECIDES`` where it reads numbers from tensors.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
+    varies = any(varying)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=not varies)
     unknown: list[tuple[torch.Tensor, str]] = []
 
     def with_fakes(*inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -111,7 +137,8 @@ def traced(
             return list(function(inputs[len(tensors) :], is_used))
 
     with _TRACING, _as_in_a_compiler(), mode, enable_python_dispatcher():
-        examples = [mode.from_tensor(tensor, static_shapes=True) for tensor in (*tensors, *given)]
+        examples: list[torch.Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
+        examples += [_with_sizes(mode, *one) for one in zip(given, varying, strict=True)]
         for example in examples:
             if example.is_leaf:
                 example.grad = None
@@ -121,7 +148,15 @@ def traced(
     _remove_ranges(gm)
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
-    return Traced(gm, examples, unknown)
+    return Traced(gm, examples, unknown, len(given), varies)
+
+
+def _with_sizes(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int]) -> torch.Tensor:
+    """The fake value of a tensor, some of whose sizes are symbols."""
+    if not varying:
+        return mode.from_tensor(tensor, static_shapes=True)
+    sizes = [DimDynamic.DYNAMIC if dim in varying else DimDynamic.STATIC for dim in range(tensor.dim())]
+    return mode.from_tensor(tensor, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 
 
 class _InPlaceOf(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..codegen.as_it_stands import DATA_DECIDES, Traced, traced, user_place
 from ..codegen.tracing_state import is_fake
+from .arguments import arguments_of
 from .found import Found
 from .gradients import Before, Gradients
 from .side_effects import SideEffects
 
 _TENSOR = object()
-_LEAVES = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
 # Of torch's error where a trace has to know a number of a tensor.
 _READS_NUMBER = "get value out of a tracing tensor"
 
@@ -41,21 +41,6 @@ class Outputs:
         returned = iter(tensors)
         leaves = [next(returned) if leaf is _TENSOR else leaf for leaf in self.leaves]
         return _filled(self.structure, leaves)
-
-
-def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
-    """The leaves of arguments, and their structure: their number, where each is a leaf, as torch's trees are slow."""
-    if not kwargs and all(type(value) in _LEAVES for value in args):
-        return args, len(args)
-    return tree_flatten((args, kwargs))
-
-
-def arguments_of(leaves: Sequence[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments with other leaves."""
-    if type(structure) is int:
-        return tuple(leaves), {}
-    args, kwargs = tree_unflatten(list(leaves), structure)
-    return args, kwargs
 
 
 def _filled(structure: Any, leaves: list[Any]) -> Any:
@@ -88,12 +73,15 @@ class TracedCall:
         self._stepped: dict[int, tuple[int, int]] = {}
         self._thread = threading.get_ident()
 
-    def trace(self, tensors: Sequence[torch.Tensor], effects: SideEffects) -> None:
+    def trace(
+        self, tensors: Sequence[torch.Tensor], effects: SideEffects, varying: Sequence[Collection[int]]
+    ) -> None:
         """Trace the call.
 
         Args:
             tensors: what the step reaches.
             effects: notes what changes in Python's objects.
+            varying: for each argument that is a tensor, the dimensions whose sizes may vary.
 
         Raises:
             NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
@@ -126,7 +114,7 @@ class TracedCall:
         given = [self._leaves[place] for place in self._places]
         handle = register_optimizer_step_post_hook(self._note_step)
         try:
-            self.traced = traced(step, [*tensors, *self.before.tensors()], given)
+            self.traced = traced(step, [*tensors, *self.before.tensors()], given, varying)
         except DATA_DECIDES as error:
             raise NotTraceable(_decision(error)) from error
         except RuntimeError as error:

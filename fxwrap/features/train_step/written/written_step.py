@@ -7,7 +7,7 @@ import copy
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,11 +22,12 @@ from ..codegen.as_it_stands import compiled
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
 from ..optimizers import move_to_parameters
 from ..unchanged import kept
-from .found import PLAIN, Found, found_in
+from .arguments import Kind, leaves_of
+from .found import Found, found_in
 from .gradients import Before, Gradients, grad_of
 from .settings import Settings
 from .side_effects import SideEffects
-from .traced_call import NotTraceable, Outputs, TracedCall, leaves_of
+from .traced_call import NotTraceable, Outputs, TracedCall
 from .watched import Watched, difference, facts_of, shared_memory
 
 # Why a call runs as it is written.
@@ -39,7 +40,8 @@ class _Program:
     """What was compiled for one trace.
 
     Attributes:
-        facts, key: what it is for: of what the code reaches, and of the arguments.
+        facts, kind: what it is for: of what the code reaches, and of the arguments.
+        varying: the dimensions of arguments whose sizes may be others, if ``sizes_hold``.
         having: the parameters whose p.grad is an input.
         outputs: makes what the step returns of the tensors that the program returns.
         compilation: keeps its programs in reports.
@@ -47,7 +49,9 @@ class _Program:
 
     run: Callable[..., Sequence[torch.Tensor]]
     facts: Mapping[str, object]
-    key: object
+    kind: Kind
+    varying: Sequence[Collection[int]]
+    sizes_hold: Callable[[Sequence[torch.Tensor]], bool]
     gradients: Gradients
     having: Sequence[torch.Tensor]
     outputs: Outputs
@@ -70,6 +74,7 @@ class WrittenStep:
         step: Callable[..., Any],
         modules: Sequence[torch.nn.Module],
         optimizers: Sequence[Optimizer],
+        dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
         if not callable(step):
@@ -86,7 +91,8 @@ class WrittenStep:
                     got=type(wrong[0]).__name__,
                 )
         parsed(options)  # wrong options are known now, and not at the first call
-        self._step, self._modules, self._optimizers, self._options = step, list(modules), list(optimizers), options
+        self._step, self._modules, self._optimizers = step, list(modules), list(optimizers)
+        self._dynamic, self._options = dynamic, options
         self.ordinary_calls: Counter[str] = Counter()
         self.traced: Counter[str] = Counter()
         self._programs: list[_Program] = []
@@ -95,7 +101,7 @@ class WrittenStep:
         self._found = Found()
         self._facts: Mapping[str, object] = {}
         self._tensors: list[torch.Tensor] = []
-        self._serving: dict[object, list[_Program]] = {}
+        self._serving: dict[Kind, list[_Program]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
         # A trace has other values in optimizers and p.grad. Calls of one step write the same tensors, anyway.
@@ -114,11 +120,12 @@ class WrittenStep:
             self._look()
         leaves, structure = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        key = _key(leaves), structure, modes()
-        programs = self._serving.get(key, ())
+        kind = Kind.of(leaves, structure, modes())
+        if (programs := self._serving.get(kind)) is None:
+            programs = self._serving[kind] = [one for one in self._present() if self._serves(one, kind, given)]
         program = next((program for program in programs if program.gradients.fit()), None)
         if program is None:
-            program = self._trace(leaves, structure, key)
+            program = self._trace(leaves, kind)
             if program is None:
                 result = self._as_written(NEW_STATE, args, kwargs)
                 return self._call(args, kwargs) if self._rehearses else result
@@ -168,34 +175,43 @@ class WrittenStep:
         self._found, self._facts, self._watched = found, facts, Watched(found)
         self._tensors = list({**found.tensors, **self._settings.tensors()})
         self._serving = {}
-        for program in self._programs:
-            if program.facts == facts:
-                self._serving.setdefault(program.key, []).append(program)
+
+    def _present(self) -> list[_Program]:
+        """The programs for what the step's code reaches now. Those that ask least of p.grad come first."""
+        present = (program for program in self._programs if program.facts == self._facts)
+        return sorted(present, key=lambda one: len(one.gradients.there))
+
+    @staticmethod
+    def _serves(program: _Program, kind: Kind, given: Sequence[torch.Tensor]) -> bool:
+        alike = kind.differs_in_sizes(program.kind) and kind.fits(program.kind, program.varying)
+        return alike and program.sizes_hold(given)
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
-    def _trace(self, leaves: Sequence[Any], structure: Any, key: object) -> _Program | None:
+    def _trace(self, leaves: Sequence[Any], kind: Kind) -> _Program | None:
         """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace can keep."""
-        reason = self._reason(key)
+        reason, structure = self._reason(kind), kind.structure
+        others = [one.kind for one in self._present() if kind.differs_in_sizes(one.kind)]
+        varying = kind.varying(others, self._dynamic)
         before = Before.of(list(self._found.parameters()))
         call = TracedCall(self._step, self._found, leaves, structure, before.with_any())
-        made_state = self._traced(call)
+        made_state = self._traced(call, varying)
         if not made_state and call.needs_absent:
             call = TracedCall(self._step, self._found, leaves, structure, before)
-            made_state = self._traced(call)
+            made_state = self._traced(call, varying)
         if made_state:
             return None
         self.traced[reason] += 1
-        return self._compiled(call, key)
+        return self._compiled(call, kind, varying)
 
-    def _traced(self, call: TracedCall) -> bool:
+    def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
         assert self._settings is not None
         effects, state, faults = SideEffects(self._found), random.getstate(), list[str]()
         with call.before.in_place():
             try:
                 with self._settings.standing_in():
-                    call.trace(self._tensors, effects)
+                    call.trace(self._tensors, effects, varying)
             except NotTraceable as error:
                 raise self._refused(str(error)) from error.__cause__
             finally:
@@ -207,7 +223,7 @@ class WrittenStep:
             raise self._refused(*faults)
         return made_state
 
-    def _compiled(self, call: TracedCall, key: object) -> _Program:
+    def _compiled(self, call: TracedCall, kind: Kind, varying: Sequence[Collection[int]]) -> _Program:
         assert self._settings is not None
         names = {**self._found.tensors, **self._settings.tensors()}
         parameters, trace = call.before.with_grad(), call.traced
@@ -223,7 +239,9 @@ class WrittenStep:
         program = _Program(
             compiled(trace, shown, options, compilation),
             self._facts,
-            key,
+            kind,
+            varying,
+            trace.sizes_hold(),
             call.gradients,
             having,
             call.outputs,
@@ -231,18 +249,16 @@ class WrittenStep:
             autocast_is_on(),
         )
         self._programs.append(program)
-        # Those that ask least of p.grad come first.
-        serving = self._serving.setdefault(key, [])
-        serving.append(program)
-        serving.sort(key=lambda one: len(one.gradients.there))
+        self._serving = {}
         return program
 
-    def _reason(self, key: object) -> str:
+    def _reason(self, kind: Kind) -> str:
         if not self._programs:
             return "first trace"
-        same = [program for program in self._programs if program.key == key]
+        same = [program for program in self._programs if program.kind == kind]
         if not same:
-            return "other arguments"
+            sizes = any(kind.differs_in_sizes(program.kind) for program in self._present())
+            return "other sizes" if sizes else "other arguments"
         return difference(same[-1].facts, self._facts) or "other gradients"
 
     def _refused(self, *reasons: str) -> TrainStepError:
@@ -260,7 +276,7 @@ class WrittenStep:
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> WrittenStep:
         options = {**(self._options or {}), **(options or {})}
-        afresh = WrittenStep(self._step, self._modules, self._optimizers, options)
+        afresh = WrittenStep(self._step, self._modules, self._optimizers, self._dynamic, options)
         afresh._rehearses = True  # it is called in a rehearsal of this one
         return afresh
 
@@ -297,12 +313,3 @@ class WrittenStep:
             got="the step itself, whose programs write their tensors",
             remedy="copy modules and optimizers together, and make a step of the copies with fxwrap.train_step",
         )
-
-
-def _key(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(
-        (leaf.shape, leaf.dtype, leaf.device, leaf.requires_grad, leaf.stride())
-        if isinstance(leaf, torch.Tensor)
-        else (type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf))
-        for leaf in leaves
-    )

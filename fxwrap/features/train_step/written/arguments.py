@@ -1,0 +1,83 @@
+"""The arguments of a call: their leaves, and what a program is made for of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .found import PLAIN
+
+_LEAVES = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
+
+
+def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any]:
+    """The leaves of arguments, and their structure: their number, where each is a leaf, as torch's trees are slow."""
+    if not kwargs and all(type(value) in _LEAVES for value in args):
+        return args, len(args)
+    return tree_flatten((args, kwargs))
+
+
+def arguments_of(leaves: Sequence[Any], structure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with other leaves."""
+    if type(structure) is int:
+        return tuple(leaves), {}
+    args, kwargs = tree_unflatten(list(leaves), structure)
+    return args, kwargs
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a program is made for of its arguments and of torch's modes.
+
+    Attributes:
+        leaves: of a tensor, what does not vary; of another leaf its type and value.
+        sizes: of tensors, their sizes and strides.
+    """
+
+    leaves: tuple[Any, ...]
+    sizes: tuple[tuple[torch.Size, tuple[int, ...]], ...]
+    structure: Any
+    modes: Any
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], structure: Any, modes: Any) -> Kind:
+        kinds, sizes = list[Any](), []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                kinds.append((leaf.dtype, leaf.device, leaf.requires_grad, leaf.dim()))
+                sizes.append((leaf.shape, leaf.stride()))
+            else:
+                kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf)))
+        return cls(tuple(kinds), tuple(sizes), structure, modes)
+
+    def differs_in_sizes(self, other: Kind) -> bool:
+        """Whether nothing but sizes is another."""
+        return (self.leaves, self.structure, self.modes) == (other.leaves, other.structure, other.modes)
+
+    def varying(self, others: Sequence[Kind], dynamic: bool | None) -> list[Collection[int]]:
+        """For each tensor the dimensions that a program for several sizes is made for; none of size 0 or 1.
+
+        Args:
+            others: of earlier programs that differ in sizes.
+            dynamic: as for ``torch.compile``: None for those that have varied.
+        """
+        varying: list[Collection[int]] = []
+        for place, (shape, _) in enumerate(self.sizes):
+            dims = [dim for dim, size in enumerate(shape) if size > 1]
+            if dynamic is None:
+                dims = [dim for dim in dims if any(other.sizes[place][0][dim] != shape[dim] for other in others)]
+            varying.append(dims if dynamic is not False else ())
+        return varying
+
+    def fits(self, made_for: Kind, varying: Sequence[Collection[int]]) -> bool:
+        """Whether sizes that do not vary are those that a program was made for."""
+        for (shape, stride), (other, other_stride), dims in zip(self.sizes, made_for.sizes, varying, strict=True):
+            if not dims and (shape, stride) != (other, other_stride):
+                return False
+            if any(size != other[dim] for dim, size in enumerate(shape) if dim not in dims):
+                return False
+        return True
