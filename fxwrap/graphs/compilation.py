@@ -22,7 +22,13 @@ class HasPrograms(Protocol):
 
 @runtime_checkable
 class HasCompilations(Protocol):
-    """What a feature returns that calls the backend by itself, without Dynamo."""
+    """What a feature returns that calls the backend by itself, without Dynamo.
+
+    Attributes:
+        _fxwrap_without: why it may have no compilation yet, for an error's ``got``.
+    """
+
+    _fxwrap_without: str
 
     def _fxwrap_compilations(self) -> list[Compilation]:
         """Its compilations, the oldest first."""

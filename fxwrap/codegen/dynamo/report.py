@@ -88,6 +88,7 @@ class DynamoReport:
     Attributes:
         seen: whether Dynamo has seen the function, or any that it calls.
         full: the functions that Dynamo does not compile again.
+        without: why there is no program yet of what is compiled without Dynamo.
     """
 
     breaks: tuple[Break, ...] = ()
@@ -95,6 +96,7 @@ class DynamoReport:
     frames: tuple[Frame, ...] = ()
     seen: bool = False
     full: tuple[Full, ...] = ()
+    without: str = ""
 
     def __str__(self) -> str:
         """Each graph break, each skipped function, and each that is not compiled again, with its reason."""
@@ -105,7 +107,7 @@ class DynamoReport:
     @property
     def why_nothing(self) -> str:
         """The reason for which there is no program, for an error's ``got``."""
-        if told := str(self):
+        if told := self.without or str(self):
             return told
         if not self.seen:
             return (
@@ -135,7 +137,7 @@ def compilations_of(compiled: Any) -> tuple[list[Compilation], DynamoReport]:
     caches: modules of one class share compilations, and so do functions that call the same function.
     """
     if isinstance(compiled, HasCompilations):
-        return compiled._fxwrap_compilations(), DynamoReport()
+        return compiled._fxwrap_compilations(), DynamoReport(without=compiled._fxwrap_without)
     search = Search(compiled)
     references = [reference for compilation in search.compilations for _, reference in compilation.pieces]
     pieces = [code for reference in references if (code := reference())]

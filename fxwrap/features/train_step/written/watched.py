@@ -11,7 +11,7 @@ gathered anew: equal facts, as after ``load_state_dict``, need no other program.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter, getitem, is_
 from typing import Any
 
@@ -38,26 +38,27 @@ class Watched:
         self._parameters = [tensor for tensor in found.tensors if isinstance(tensor, torch.nn.Parameter)]
         tables = (getattr(parameter, name, None) for parameter in self._parameters for name in _GRAD_TABLES)
         self._hooks = [table for table in tables if isinstance(table, dict)]
-        self._seen = self._now()
+        self._tables = [*self._dictionaries, *self._lists, *self._hooks]
+        self._lengths = list(map(len, self._tables))
+        self._seen = tuple(map(list, self._now()))
 
     def holds(self) -> bool:
         """Whether all of them are the same objects."""
-        if any(self._empty):
+        if any(self._empty) or list(map(len, self._tables)) != self._lengths:
             return False
         try:
-            now = self._now()
+            return all(all(map(is_, now, seen)) for now, seen in zip(self._now(), self._seen, strict=True))
         except (KeyError, ValueError):  # an entry, or the value of a variable, is gone
             return False
-        return all(len(a) == len(b) and all(map(is_, a, b)) for a, b in zip(now, self._seen, strict=True))
 
-    def _now(self) -> tuple[list[Any], ...]:
+    def _now(self) -> tuple[Iterable[Any], ...]:
         return (
-            list(itertools.chain.from_iterable(map(dict.values, self._dictionaries))),
-            list(itertools.chain.from_iterable(self._lists)),
-            list(map(getitem, self._owners, self._keys)),
-            list(map(_content, self._cells)),
-            list(itertools.chain.from_iterable(map(_of_parameter, self._parameters))),
-            list(itertools.chain.from_iterable(map(dict.values, self._hooks))),
+            itertools.chain.from_iterable(map(dict.values, self._dictionaries)),
+            itertools.chain.from_iterable(self._lists),
+            map(getitem, self._owners, self._keys),
+            map(_content, self._cells),
+            itertools.chain.from_iterable(map(_of_parameter, self._parameters)),
+            itertools.chain.from_iterable(map(dict.values, self._hooks)),
         )
 
 

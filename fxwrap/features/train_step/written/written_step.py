@@ -269,6 +269,8 @@ class WrittenStep:
             remedy="change what is named, or take it out of the step",
         )
 
+    _fxwrap_without = "a step that was called less than twice: the first call runs as it is written"
+
     # -- beside calls ----------------------------------------------------------------------------------------------
 
     def _fxwrap_compilations(self) -> list[Compilation]:
