@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from own_operators import HOST_WORK
 from torch import nn
-from training import OurSide, Step, difference
+from training import OurSide, Step, Training, difference
 from within_limit import DifferenceError, TakesMoreError
 
 import fxwrap
@@ -17,6 +19,10 @@ from fxwrap.graphs.devices.runtime import runtime_for
 
 class WrittenSide(OurSide):
     """Hooks are called, so that they only have to be seen; p.grad is the loop's where the loop reads it."""
+
+    def __init__(self, training: Training, device: torch.device) -> None:
+        # A limit that nothing fits into would be that of all that is compiled later, too.
+        super().__init__(dataclasses.replace(training, limit=None) if training.limit == 1 else training, device)
 
     def make_step(self, limit: int | None = None) -> Any:
         training, model, optimizer, loss_of = self.training, self.model, self.optimizer, self.loss
@@ -67,10 +73,19 @@ class WrittenSide(OurSide):
             return results[-1]
 
     def _limit_to(self, limit: int | None) -> None:
+        self.limit = limit or 0
         if self._programs():
-            super()._limit_to(limit)
+            fxwrap.limit_memory(self.step, limit)
         else:
             self.step = self.make_step(limit)
+
+    def _do_report(self, number: int, step: Step) -> None:
+        if self._programs():
+            super()._do_report(number, step)
+
+    def _do_release(self, number: int, step: Step) -> None:
+        if self._programs():
+            super()._do_release(number, step)
 
     def _changes_nothing(self, act: Callable[[tuple[Any, ...]], Any], number: int, step: Step) -> None:
         super()._changes_nothing(lambda batch: act((*self._flags, *batch)), number, step)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.eval_frame import innermost_fn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -39,7 +40,7 @@ from torch.fx.experimental.symbolic_shapes import (
     ShapeEnv,
     StatelessSymbolicContext,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ....backend import fxwrap
@@ -52,7 +53,10 @@ from .random_numbers import RandomNumbers
 from .tracing_state import is_fake, without_autocast
 
 DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
-_TRACING = lock_of_process()
+# What a fake tensor raises that was given memory elsewhere, as by ``.data = ...``; older torch has none.
+MOVED: type[Exception] = getattr(fake_tensor, "FakeTensorDeviceMismatchError", DataDependentOutputException)
+# One trace at a time, with its compilation: torch's settings for it are the process's.
+TRACING = lock_of_process()
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +69,7 @@ class Traced:
         unknown: real tensors that the function used and that are no input, each with the line that used it.
         given: how many of the inputs are leaves of the call.
         varies: whether it is for other sizes of these, too.
+        faults: what the function does with random numbers that no program does.
     """
 
     gm: GraphModule
@@ -72,6 +77,7 @@ class Traced:
     unknown: Sequence[tuple[torch.Tensor, str]]
     given: int
     varies: bool
+    faults: Sequence[str]
 
     def is_used(self, position: int) -> bool:
         """Whether the function has used an input."""
@@ -120,6 +126,7 @@ def traced(
     varies = any(varying)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=not varies)
     unknown: list[tuple[torch.Tensor, str]] = []
+    random = RandomNumbers()
 
     def with_fakes(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
@@ -131,12 +138,12 @@ def traced(
         def is_used(tensor: torch.Tensor) -> bool:
             return bool(nodes[id(tensor)].users)
 
-        random = RandomNumbers()
-        with Patches() as patches, _InPlaceOf(fakes, unknown, random):
-            random.patch(patches)
+        substitution = _InPlaceOf(fakes, unknown, random, mode)
+        with Patches() as patches, substitution:
+            random.patch(patches, lambda: substitution in _get_current_dispatch_mode_stack())
             return list(function(inputs[len(tensors) :], is_used))
 
-    with _TRACING, _as_in_a_compiler(), mode, enable_python_dispatcher():
+    with _as_in_a_compiler(), mode, enable_python_dispatcher():
         examples: list[torch.Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
         examples += [_with_sizes(mode, *one) for one in zip(given, varying, strict=True)]
         for example in examples:
@@ -148,7 +155,7 @@ def traced(
     _remove_ranges(gm)
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
-    return Traced(gm, examples, unknown, len(given), varies)
+    return Traced(gm, examples, unknown, len(given), varies, random.faults)
 
 
 def _with_sizes(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int]) -> torch.Tensor:
@@ -172,10 +179,14 @@ class _InPlaceOf(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(
-        self, fakes: Mapping[int, torch.Tensor], unknown: list[tuple[torch.Tensor, str]], random: RandomNumbers
+        self,
+        fakes: Mapping[int, torch.Tensor],
+        unknown: list[tuple[torch.Tensor, str]],
+        random: RandomNumbers,
+        mode: FakeTensorMode,
     ) -> None:
         super().__init__()
-        self._fakes, self._unknown, self._random = fakes, unknown, random
+        self._fakes, self._unknown, self._random, self._mode = fakes, unknown, random, mode
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -197,8 +208,9 @@ class _InPlaceOf(TorchDispatchMode):
             return value
         fake = self._fakes.get(id(value))
         if fake is None:
+            # The trace goes on, so that nothing is written to the tensor, and is refused then.
             self._unknown.append((value, user_place(traceback.walk_stack(None))))
-            return value
+            return self._mode.from_tensor(value, static_shapes=True)
         return fake
 
 
@@ -220,6 +232,11 @@ def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any
 
 # What ``torch.tensor(3.0)`` calls with the constant.
 _OF_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
+
+
+def is_tracing() -> bool:
+    """Whether this thread is in a trace of a step."""
+    return any(isinstance(mode, _InPlaceOf) for mode in _get_current_dispatch_mode_stack())
 
 
 def user_place(frames: Iterable[tuple[Any, int]]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,22 @@ def arguments_of(leaves: Sequence[Any], structure: Any) -> tuple[tuple[Any, ...]
     return args, kwargs
 
 
+class Same:
+    """An object, compared by identity, and kept: no other gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"another {type(self._value).__name__}"
+
+
 @dataclass(frozen=True)
 class Kind:
     """What a program is made for of its arguments and of torch's modes.
@@ -44,14 +60,21 @@ class Kind:
     modes: Any
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], structure: Any, modes: Any) -> Kind:
-        kinds, sizes = list[Any](), []
+    def of(cls, leaves: Sequence[Any], structure: Any, modes: Any, known: Mapping[int, int]) -> Kind:
+        """What these are.
+
+        Args:
+            known: by ids, the tensors that the step reaches otherwise, with their positions.
+        """
+        kinds, sizes, seen = list[Any](), [], dict[int, int]()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
-                kinds.append((leaf.dtype, leaf.device, leaf.requires_grad, leaf.dim()))
+                # One tensor that is given twice is one in the program, too.
+                same = seen.setdefault(id(leaf), len(kinds)), known.get(id(leaf))
+                kinds.append((leaf.dtype, leaf.device, leaf.requires_grad, leaf.dim(), same))
                 sizes.append((leaf.shape, leaf.stride()))
             else:
-                kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else id(leaf)))
+                kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else Same(leaf)))
         return cls(tuple(kinds), tuple(sizes), structure, modes)
 
     def differs_in_sizes(self, other: Kind) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -32,6 +33,7 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 # What a GradScaler notes between its calls in one step; it begins anew at each step.
 _KEPT_APART = ("_per_optimizer_states",)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 # A container with more elements is data, and no part of a program.
 _LONGEST = 1000
 
@@ -43,19 +45,25 @@ class Found:
     Attributes:
         modules, optimizers: by name.
         tensors: each tensor once, with a name.
-        tables: dictionaries and lists whose values a program is made for, by name.
+        tables: dictionaries and lists whose values a program is made for, by name; of some only the values of keys.
+        classes: classes and the attributes of theirs that code names, by the name of an object.
         cells: variables of closures, by name.
+        dictionaries: those whose keys and order count.
+        attributes: of objects and modules; the code may ask whether there is one.
     """
 
     modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     tensors: dict[torch.Tensor, str] = field(default_factory=dict)
     tables: list[tuple[str, Any, tuple[Any, ...] | None]] = field(default_factory=list)
+    classes: list[tuple[str, type, tuple[str, ...]]] = field(default_factory=list)
     cells: list[tuple[str, types.CellType]] = field(default_factory=list)
+    dictionaries: list[dict[Any, Any]] = field(default_factory=list)
+    attributes: list[dict[str, Any]] = field(default_factory=list)
 
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
+    def leaves(self) -> list[torch.Tensor]:
         """Tensors that may have a gradient, in the order in which they were found."""
-        return (tensor for tensor in self.tensors if tensor.is_leaf and isinstance(tensor, torch.nn.Parameter))
+        return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))]
 
 
 def found_in(
@@ -78,28 +86,54 @@ class _Search:
         self._names = set[str]()
         self._seen = set[int]()
         self._objects: list[tuple[str, Any]] = []
+        self._parts: list[tuple[str, torch.nn.Module]] = []
+        self._classes: list[tuple[str, type]] = []
         self._kept: list[Any] = []  # so that no id is given to another object meanwhile
 
     def finish(self) -> Found:
-        """Visit attributes of objects that code names, until no object has others."""
+        """Visit what code names, of objects and of hooks, until there is nothing else."""
         done = -1
         while done != len(self._seen):
             done = len(self._seen)
             for name, value in list(self._objects):
                 self._attributes(name, value)
+            for name, part in list(self._parts):
+                self._methods(name, part)
+            for tensor, name in list(self.found.tensors.items()):
+                for table in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
+                    for hook in (table or {}).values():
+                        self.visit(f"a hook of {name}", hook)
         for name, value in self._objects:
             table = vars(value)
             named = (key for key in table if key in self._names or _is_whole(value))
             keys = tuple(key for key in named if key not in _KEPT_APART)
             if keys:
                 self.found.tables.append((f"{name}.", table, keys))
+        for name, value in (*self._objects, *self._parts):
+            if not isinstance(value, types.ModuleType):
+                self.found.attributes.append(vars(value))
+                self._class(name, type(value))
+        for name, kind in self._classes:
+            self._class(name, kind)
         return self.found
+
+    def _class(self, name: str, kind: type) -> None:
+        for owner in kind.__mro__:
+            if owner.__module__.split(".")[0] in ("torch", "builtins", "abc", "typing"):
+                continue
+            code = types.FunctionType, staticmethod, classmethod, property
+            names = (key for key, value in vars(owner).items() if key in self._names and not isinstance(value, code))
+            if keys := tuple(names):
+                self.found.classes.append((name, owner, keys))
 
     def visit(self, name: str, value: Any) -> None:
         """Search a value that code reaches by ``name``."""
-        if isinstance(value, (*PLAIN, type)) or id(value) in self._seen:
+        if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
+        if isinstance(value, type):
+            self._classes.append((name, value))
+            return
         self._kept.append(value)
         if isinstance(value, torch.Tensor):
             self.found.tensors.setdefault(value, name)
@@ -116,6 +150,8 @@ class _Search:
             self.visit(name, value.__func__)
         elif isinstance(value, types.FunctionType):
             self._function(value)
+            if (inner := vars(value).get("__wrapped__")) is not None:
+                self.visit(name, inner)
         elif isinstance(value, (dict, list, tuple, set, frozenset)):
             self._container(name, value)
         elif not isinstance(value, (types.ModuleType, types.BuiltinFunctionType)) and hasattr(value, "__dict__"):
@@ -124,7 +160,6 @@ class _Search:
                 self._function(call)
 
     def _function(self, function: types.FunctionType) -> None:
-        function = inspect.unwrap(function)
         code = function.__code__
         if code.co_filename.startswith(_LIBRARIES) or str(function.__module__).split(".")[0] in ("torch", "fxwrap"):
             return
@@ -134,7 +169,7 @@ class _Search:
         names = dict.fromkeys(_names_of(code))
         self._names.update(names)
         scope = function.__globals__
-        keys = tuple(name for name in names if name in scope and not _is_code(scope[name]))
+        keys = tuple(name for name in names if name in scope and not isinstance(scope[name], types.ModuleType))
         if keys:
             self.found.tables.append(("", scope, keys))
         for name in names:
@@ -151,22 +186,31 @@ class _Search:
         for key in list(table):
             if key not in _KEPT_APART and (_is_whole(value) or key in self._names):
                 self.visit(f"{name}.{key}", table[key])
+        self._methods(name, value)
+
+    def _methods(self, name: str, value: Any) -> None:
         for key in list(self._names):
             method = inspect.getattr_static(type(value), key, None)
-            if isinstance(method, (types.FunctionType, property)):
-                self.visit(f"{name}.{key}", method if isinstance(method, types.FunctionType) else method.fget)
+            if isinstance(method, (staticmethod, classmethod)):
+                method = method.__func__
+            elif isinstance(method, property):
+                method = method.fget
+            if isinstance(method, types.FunctionType):
+                self.visit(f"{name}.{key}", method)
 
     def _container(self, name: str, value: Any) -> None:
         if len(value) > _LONGEST:
             return
         if isinstance(value, (dict, list)):
             self.found.tables.append((name, value, None))
+        if isinstance(value, dict):
+            self.found.dictionaries.append(value)
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in items:
             self.visit(f"{name}[{key!r}]", part)
 
     def _module(self, name: str, module: torch.nn.Module) -> None:
-        self.found.modules[name] = module
+        self.found.modules[_free(name, self.found.modules)] = module
         for path, part in module.named_modules():
             self._seen.add(id(part))
             where = f"{name}.{path}" if path else name
@@ -174,25 +218,35 @@ class _Search:
                 if tensor is not None:
                     self.found.tensors.setdefault(tensor, f"{where}.{key}")
             # Tables of a module stay; what is in them is watched.
+            self._parts.append((where, part))
             keys = tuple(key for key, value in vars(part).items() if not isinstance(value, (dict, set)))
             self.found.tables += [(f"{where}.", vars(part), keys), (f"{where}.", part._parameters, None)]
             self.found.tables += [(f"{where}.", part._buffers, None), (f"{where}.", part._modules, None)]
             for key, value in list(vars(part).items()):
                 if isinstance(value, dict) and "hooks" in key:
                     self.found.tables.append((f"{where}.{key}", value, None))
-                elif isinstance(value, torch.Tensor) or (
-                    isinstance(value, (list, tuple)) and any(isinstance(one, torch.Tensor) for one in value)
-                ):
+                    for hook in value.values():
+                        self.visit(f"a hook of {where}", hook)
+                elif key not in _OF_EVERY_MODULE:
                     self.visit(f"{where}.{key}", value)
             forward = type(part).forward
             if isinstance(forward, types.FunctionType):
                 self._function(forward)
 
     def _optimizer(self, name: str, optimizer: Optimizer) -> None:
+        name = _free(name, self.found.optimizers)
         self.found.optimizers[name] = optimizer
         tables = self.found.tables
-        # ``load_state_dict`` gives it others of both.
-        tables.append((f"{name}.", vars(optimizer), ("param_groups", "state")))
+        # ``load_state_dict`` gives it others of both. Optimizers of others may keep numbers in attributes.
+        kinds = (*PLAIN, torch.Tensor)
+        own = (key for key, value in vars(optimizer).items() if isinstance(value, kinds))
+        tables.append((f"{name}.", vars(optimizer), ("param_groups", "state", *own)))
+        for hooks in hooks_of_steps(optimizer):
+            for hook in hooks.values():
+                self.visit(f"a hook of {name}", hook)
+        for key, value in vars(optimizer).items():
+            if isinstance(value, torch.Tensor):
+                self.visit(f"{name}.{key}", value)
         tables += [(f"{name}.param_groups", optimizer.param_groups, None), (f"{name}.state", optimizer.state, None)]
         tables += [(f"hooks of {name}", table, None) for table in hooks_of_steps(optimizer)]
         for number, group in enumerate(optimizer.param_groups):
@@ -226,8 +280,10 @@ def _is_library(module: types.ModuleType) -> bool:
     return path is None or path.startswith(_LIBRARIES)
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type))
+def _free(name: str, taken: dict[str, Any]) -> str:
+    """The name, or with a number if another has it: two functions may call their modules alike."""
+    numbered = (f"{name} ({number})" for number in itertools.count(2))
+    return name if name not in taken else next(one for one in numbered if one not in taken)
 
 
 def _is_whole(value: Any) -> bool:

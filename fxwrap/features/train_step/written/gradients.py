@@ -24,6 +24,11 @@ import torch
 grad_of = attrgetter("grad")
 
 
+def layout_of(grad: torch.Tensor | None) -> object:
+    """What a program is made for of a gradient; None if there is none."""
+    return None if grad is None else (grad.dtype, grad.shape, grad.stride())
+
+
 @dataclass(frozen=True, eq=False)
 class Before:
     """The gradients that parameters have before a call.
@@ -88,21 +93,21 @@ class Gradients:
     """What a program does to ``p.grad``.
 
     Attributes:
-        there: for parameters whose p.grad the program uses, whether there is one.
+        there: for parameters whose p.grad the program uses, its layout; None where there is none.
         cleared: those that have none afterwards.
         dropped: those that have one in the loop, which an optimizer has used, and that the step clears before it
             reads it: none, either.
         made: those that get one; the program returns it.
     """
 
-    there: Sequence[tuple[torch.Tensor, bool]]
+    there: Sequence[tuple[torch.Tensor, object]]
     cleared: Sequence[torch.Tensor]
     dropped: Sequence[torch.Tensor]
     made: Sequence[torch.Tensor]
 
     def fit(self) -> bool:
-        """Whether the gradients that a call uses are there, and no others."""
-        return all((parameter.grad is not None) is there for parameter, there in self.there)
+        """Whether the gradients that a call uses are there, as they were traced, and no others."""
+        return all(layout_of(parameter.grad) == there for parameter, there in self.there)
 
     def read(self, dropped: Sequence[torch.Tensor]) -> bool:
         """Whether a call uses gradients that the one before has dropped."""

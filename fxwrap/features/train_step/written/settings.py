@@ -27,6 +27,8 @@ class Settings:
         self.optimizers = dict(optimizers)
         self._numbers = {name: Numbers() for name in optimizers}
         self._stand_in: dict[str, list[dict[str, Any]]] = {}
+        # The settings that the last trace has changed.
+        self.changed: list[str] = []
         self._given: dict[str, list[dict[str, Any]]] = {}
 
     def look(self) -> None:
@@ -60,14 +62,14 @@ class Settings:
         self._given[name][number][key] = value
         return True
 
-    def facts(self) -> dict[str, object]:
+    def facts(self) -> list[tuple[str, object]]:
         """The settings that a program is made for, by name."""
-        return {
-            f"{name}.param_groups[{number}]['{key}']": "a tensor" if _has_tensor(value) else (type(value), value)
+        return [
+            (f"{name}.param_groups[{number}]['{key}']", "a tensor" if _has_tensor(value) else _plain(value))
             for name, groups in self._stand_in.items()
             for number, group in enumerate(groups)
             for key, value in {**self._given[name][number], **group}.items()
-        }
+        ]
 
     def tensors(self) -> dict[torch.Tensor, str]:
         """The tensors that stand for numbers, and those that the user gave, with names."""
@@ -86,18 +88,25 @@ class Settings:
         before = [(group, dict(group)) for o in self.optimizers.values() for group in o.param_groups]
         scales = [o for o in self.optimizers.values() if getattr(o, "_step_supports_amp_scaling", False)]
         read = [list(numbers.values()) for n in self._numbers.values() for numbers in n.read.values()]
+        self.changed = []
         try:
             for optimizer in scales:
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             for name, optimizer in self.optimizers.items():
                 for number, group in enumerate(optimizer.param_groups):
                     group.update({**self._forced(name, number, group), **self._stand_in[name][number]})
+            during = [(group, dict(group)) for group, _ in before]
             with ReadingNumbers(list(itertools.chain.from_iterable(read))):
                 yield
+            self.changed = [
+                str(key) for group, had in during for key in group if key not in had or group[key] is not had[key]
+            ]
         finally:
             for optimizer in scales:
                 optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
             for group, settings in before:
+                for key in [key for key in group if key not in settings]:
+                    del group[key]
                 group.update(settings)
 
     def _forced(self, name: str, number: int, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +137,14 @@ class Settings:
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
+
+
+def _plain(value: object) -> object:
+    try:
+        hash(value)
+    except TypeError:  # a list
+        return type(value), repr(value)
+    return type(value), value
 
 
 def _has_tensor(value: object) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..codegen.tracing_state import is_fake
 from .found import PLAIN, Found
 
 
@@ -34,6 +35,16 @@ class SideEffects:
             for name, table, keys in found.tables
         ]
         self._cells = [(name, cell, _content(cell)) for name, cell in found.cells]
+        self._classes = [(name, cls, {key: vars(cls)[key] for key in keys}) for name, cls, keys in found.classes]
+        # A view of each tensor, which keeps the memory that ``.data = ...`` would take from it.
+        self._memory = [(tensor, name, tensor.detach()) for tensor, name in found.tensors.items()]
+        self._required = [(tensor, tensor.requires_grad) for tensor in found.leaves()]
+        self._hooks = [
+            (tensor, table, dict(hooks))
+            for tensor in found.tensors
+            for table in _HOOKS
+            if (hooks := getattr(tensor, table, None)) is not None
+        ]
 
     def write_back(self) -> None:
         """Have tensors that took the place of watched ones written to those. It is traced."""
@@ -46,8 +57,13 @@ class SideEffects:
         for name, cell, old in self._cells:
             if isinstance(old, torch.Tensor) and _replaces(_content(cell), old):
                 pairs.append((cell, name, old, _content(cell)))
+        # Two names of one tensor stay that; copies would not.
+        new = [id(value) for _, _, _, value in pairs]
+        gone = {id(old) for _, _, old, _ in pairs}
+        if len(set(new)) < len(new) or any(not is_fake(value) and id(value) not in gone for *_, value in pairs):
+            raise AliasedError
         # All are read before one is written: a, b = b, a
-        values = [new.detach().clone() for _, _, _, new in pairs]
+        values = [value.detach().clone() for *_, value in pairs]
         for (owner, key, old, _), value in zip(pairs, values, strict=True):
             old.copy_(value)
             if isinstance(owner, (dict, list)):
@@ -56,8 +72,12 @@ class SideEffects:
                 owner.cell_contents = old
 
     def undo(self) -> tuple[bool, list[str]]:
-        """Put everything back. Returns whether optimizers have made state, and what else was changed, by name."""
-        made_state, faults = False, []
+        """Put everything back. Returns whether optimizers have made state, and what else was changed, by name.
+
+        Modes of modules (``model.train()``) are in ``modes``: a replay sets them.
+        """
+        made_state, faults = False, self._undo_tensors()
+        self.modes: list[tuple[dict[str, Any], bool]] = []
         for name, table, before, keys in self._tables:
             entries = dict(enumerate(before)) if isinstance(before, list) else before
             now = dict(enumerate(table)) if isinstance(table, list) else table
@@ -65,7 +85,9 @@ class SideEffects:
             added = [key for key in now if key not in keys] if keys is not None else []
             if not (changed or added):
                 continue
-            if id(table) in self._states or id(table) in self._inner:
+            if changed == ["training"] and not added and isinstance(now["training"], bool):
+                self.modes.append((table, now["training"]))
+            elif id(table) in self._states or id(table) in self._inner:
                 made_state = True
             else:
                 faults += [f"it changes {_shown(name, key)}, which a replay does not: {_REMEDY}" for key in changed]
@@ -80,11 +102,45 @@ class SideEffects:
             if _is_other(_content(cell), old):
                 cell.cell_contents = old
                 faults.append(f"it changes the variable {name}, which a replay does not: {_REMEDY}")
+        for name, cls, before in self._classes:
+            for key, old in before.items():
+                if _is_other(vars(cls).get(key, _MISSING), old):
+                    setattr(cls, key, old)
+                    faults.append(f"it changes {name}.{key}, which a replay does not: {_REMEDY}")
         return made_state, faults
+
+    def _undo_tensors(self) -> list[str]:
+        faults = []
+        for tensor, name, memory in self._memory:
+            if tensor.device != memory.device or _address(tensor) != _address(memory):
+                tensor.data = memory
+                faults.append(f"it sets .data of {name}: write to the tensor in place, such as by copy_")
+        for tensor, required in self._required:
+            if tensor.requires_grad is not required:
+                tensor.requires_grad_(required)
+                faults.append("it calls requires_grad_, which a replay does not: do so between steps")
+        hooks = {(id(tensor), table): before for tensor, table, before in self._hooks}
+        for tensor, name, _ in self._memory:
+            for table in _HOOKS:
+                now, before = getattr(tensor, table, None), hooks.get((id(tensor), table), {})
+                if now is not None and dict(now) != before:
+                    now.clear()
+                    now.update(before)
+                    faults.append(f"it registers or removes a hook of {name}: do so once, before")
+        return faults
+
+
+class AliasedError(Exception):
+    """The step gives one tensor two of the names that it had for two."""
 
 
 _REMEDY = "return the value, take it as an argument, or make it a tensor that is written in place"
 _MISSING = object()
+_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+
+
+def _address(tensor: torch.Tensor) -> object:
+    return tensor.data_ptr() if tensor.layout is torch.strided and tensor.device.type != "meta" else None
 
 
 def _keys(table: Any) -> frozenset[Any]:

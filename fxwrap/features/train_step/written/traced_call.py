@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..codegen.as_it_stands import DATA_DECIDES, Traced, traced, user_place
+from ..codegen.as_it_stands import DATA_DECIDES, MOVED, Traced, traced, user_place
 from ..codegen.tracing_state import is_fake
 from .arguments import arguments_of
-from .found import Found
-from .gradients import Before, Gradients
-from .side_effects import SideEffects
+from .found import PLAIN, Found
+from .gradients import Before, Gradients, layout_of
+from .side_effects import AliasedError, SideEffects
 
 _TENSOR = object()
 # Of torch's error where a trace has to know a number of a tensor.
@@ -71,6 +71,8 @@ class TracedCall:
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.needs_absent = False
         self._stepped: dict[int, tuple[int, int]] = {}
+        self.strangers: list[str] = []
+        self.modes: list[tuple[dict[str, Any], bool]] = []
         self._thread = threading.get_ident()
 
     def trace(
@@ -99,15 +101,24 @@ class TracedCall:
                     "it adds to the gradient of an argument, which a replay does not: give it a tensor without "
                     "requires_grad, and call requires_grad_() and torch.autograd.grad in the step"
                 )
-            with torch.no_grad():
-                effects.write_back()
-                self._look_at_gradients(is_used)
             if any(is_fake(leaf) and not isinstance(leaf, torch.Tensor) for leaf in result):
                 raise NotTraceable("it returns a number that is read from a tensor: return the tensor")
+            for leaf in result:
+                if not isinstance(leaf, (*PLAIN, torch.Tensor)):
+                    raise NotTraceable(
+                        f"it returns an object of type {type(leaf).__name__}: return tensors, numbers and texts, in "
+                        "tuples, lists and dictionaries"
+                    )
             self.outputs = Outputs(
                 structure, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
             )
-            returned = [leaf for leaf in result if isinstance(leaf, torch.Tensor)]
+            with torch.no_grad():
+                # A tensor that is found may get another content below.
+                returned = [
+                    leaf if is_fake(leaf) else leaf.clone() for leaf in result if isinstance(leaf, torch.Tensor)
+                ]
+                effects.write_back()
+                self._look_at_gradients(is_used)
             returned += [grad for parameter in self.gradients.made if (grad := parameter.grad) is not None]
             return [tensor.detach() for tensor in returned]
 
@@ -117,12 +128,20 @@ class TracedCall:
             self.traced = traced(step, [*tensors, *self.before.tensors()], given, varying)
         except DATA_DECIDES as error:
             raise NotTraceable(_decision(error)) from error
+        except AliasedError:
+            raise NotTraceable(
+                "it gives one tensor two of the names that it had for two, which copies would not: write with copy_"
+            ) from None
+        except MOVED as error:
+            raise NotTraceable(f"it sets .data of a tensor, or gives one another device: {error}") from error
         except RuntimeError as error:
             if _READS_NUMBER not in str(error):
                 raise
             raise NotTraceable(_decision(error)) from error
         finally:
             handle.remove()
+        if self.traced.faults or self.strangers:
+            raise NotTraceable("\n    ".join(dict.fromkeys([*self.traced.faults, *self.strangers])))
         if self.traced.unknown:
             lines = [
                 f"a tensor that is found in no module, optimizer, argument or variable of the step: "
@@ -133,14 +152,14 @@ class TracedCall:
 
     def _look_at_gradients(self, is_used: Callable[[torch.Tensor], bool]) -> None:
         """Note what the trace has done to p.grad."""
-        there: list[tuple[torch.Tensor, bool]] = []
+        there: list[tuple[torch.Tensor, object]] = []
         cleared, dropped, made = [], [], []
         for parameter, grad, is_there in self.before.entries():
             after, used = parameter.grad, grad is not None and is_used(grad)
             if grad is None and (parameter.requires_grad or after is not None):
-                there.append((parameter, False))
+                there.append((parameter, None))
             elif is_there and used:
-                there.append((parameter, True))
+                there.append((parameter, layout_of(grad)))
             elif grad is not None and not is_there:  # see ``Before.with_any``
                 self.needs_absent |= used or after is grad
             if after is grad:
@@ -160,6 +179,11 @@ class TracedCall:
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has used these gradients: what is left of them is of no use but to look at."""
         if threading.get_ident() == self._thread:
+            if all(optimizer is not known for known in self._found.optimizers.values()):
+                kind = type(optimizer).__name__
+                self.strangers.append(
+                    f"a {kind} that is found in no variable of the step: give train_step(step, optimizers=[...])"
+                )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if (grad := parameter.grad) is not None:
                     self._stepped[id(parameter)] = id(grad), grad._version

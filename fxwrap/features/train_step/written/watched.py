@@ -11,17 +11,18 @@ gathered anew: equal facts, as after ``load_state_dict``, need no other program.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, getitem, is_
 from typing import Any
 
 import torch
 
+from .arguments import Same
 from .found import PLAIN, Found
 
 _GRAD_TABLES = "_backward_hooks", "_post_accumulate_grad_hooks"
 _of_parameter = attrgetter("requires_grad", *_GRAD_TABLES)
-_content = attrgetter("cell_contents")
+_content, _dtype = attrgetter("cell_contents"), attrgetter("dtype")
 
 
 class Watched:
@@ -32,24 +33,36 @@ class Watched:
         whole = [(name, table) for name, table, keys in found.tables if keys is None and table]
         self._lists = [table for _, table in whole if isinstance(table, list)]
         self._dictionaries = [table for _, table in whole if isinstance(table, dict)]
-        parts = [(table, key) for _, table, keys in found.tables if keys is not None for key in keys]
+        parts: list[tuple[Any, Any]] = [
+            (table, key) for _, table, keys in found.tables if keys is not None for key in keys
+        ]
+        parts += [(vars(owner), key) for _, owner, keys in found.classes for key in keys]
         self._owners, self._keys = [owner for owner, _ in parts], [key for _, key in parts]
         self._cells = [cell for _, cell in found.cells]
-        self._parameters = [tensor for tensor in found.tensors if isinstance(tensor, torch.nn.Parameter)]
+        self._tensors, self._parameters = list(found.tensors), found.leaves()
+        self._ordered, self._attributes = found.dictionaries, found.attributes
         tables = (getattr(parameter, name, None) for parameter in self._parameters for name in _GRAD_TABLES)
         self._hooks = [table for table in tables if isinstance(table, dict)]
         self._tables = [*self._dictionaries, *self._lists, *self._hooks]
         self._lengths = list(map(len, self._tables))
+        self._others = self._kinds()
         self._seen = tuple(map(list, self._now()))
 
     def holds(self) -> bool:
         """Whether all of them are the same objects."""
         if any(self._empty) or list(map(len, self._tables)) != self._lengths:
             return False
+        if self._kinds() != self._others:
+            return False
         try:
             return all(all(map(is_, now, seen)) for now, seen in zip(self._now(), self._seen, strict=True))
         except (KeyError, ValueError):  # an entry, or the value of a variable, is gone
             return False
+
+    def _kinds(self) -> tuple[Any, ...]:
+        """What may change of an object that stays."""
+        orders, attributes = list(map(list, self._ordered)), list(map(len, self._attributes))
+        return list(map(_dtype, self._tensors)), orders, attributes
 
     def _now(self) -> tuple[Iterable[Any], ...]:
         return (
@@ -62,20 +75,20 @@ class Watched:
         )
 
 
-def facts_of(found: Found) -> dict[str, object]:
-    """What a program depends on, by name: layouts of tensors, plain values, identities of other objects."""
-    facts: dict[str, object] = {}
-    known = {id(tensor): name for tensor, name in found.tensors.items()}
-    for name, key, value in _entries(found):
-        facts[f"{name}{key}"] = _fact(value, known)
+# What a program depends on, each with its name, in the order of the search: inputs have that order, too.
+Facts = Sequence[tuple[str, object]]
+
+
+def facts_of(found: Found) -> Facts:
+    """Layouts of tensors, plain values, identities of other objects."""
+    known = {id(tensor): place for place, tensor in enumerate(found.tensors)}
+    facts: list[tuple[str, object]] = [(f"{name}{key}", _fact(value, known)) for name, key, value in _entries(found)]
     for tensor, name in found.tensors.items():
-        facts[f"layout of {name}"] = _layout(tensor)
+        facts.append((f"layout of {name}", _layout(tensor)))
         for table in _GRAD_TABLES:
             if hooks := getattr(tensor, table, None):
-                facts[f"hooks of {name}"] = tuple(map(_Object, hooks.values()))
-    for names in shared_memory(found):
-        facts[f"memory of {names[0]}"] = names
-    return facts
+                facts.append((f"hooks of {name}", tuple(map(Same, hooks.values()))))
+    return [*facts, *((f"memory of {names[0]}", names) for names in shared_memory(found))]
 
 
 def shared_memory(found: Found) -> list[tuple[str, ...]]:
@@ -87,11 +100,12 @@ def shared_memory(found: Found) -> list[tuple[str, ...]]:
     return [tuple(names) for names in storages.values() if len(names) > 1]
 
 
-def difference(before: Mapping[str, object], now: Mapping[str, object]) -> str:
+def difference(before: Facts, now: Facts) -> str:
     """The first fact that is another one, as ``world.training is False, was True``."""
-    for name in itertools.chain(now, before):
-        if before.get(name, _NONE) != now.get(name, _NONE):
-            return f"{name} is {_shown(now.get(name, _NONE))}, was {_shown(before.get(name, _NONE))}"
+    for old, new in itertools.zip_longest(before, now, fillvalue=("", _NONE)):
+        if old != new:
+            was = old[1] if old[0] == new[0] else _NONE
+            return f"{new[0]} is {_shown(new[1])}, was {_shown(was)}" if new[0] else f"{old[0]} is not there any more"
     return ""
 
 
@@ -104,6 +118,8 @@ def _entries(found: Found) -> Iterator[tuple[str, object, Any]]:
             shown = key if isinstance(key, str) and name.endswith(".") else f"[{key!r}]"
             shown = f"[{place}]" if not isinstance(key, (str, int)) else shown
             yield name, shown, value
+    for name, owner, names in found.classes:
+        yield from ((f"{name}.", key, vars(owner)[key]) for key in names)
     for name, cell in found.cells:
         try:
             yield name, "", cell.cell_contents
@@ -119,34 +135,21 @@ class _None:
 _NONE = _None()
 
 
-def _fact(value: Any, known: Mapping[int, str]) -> object:
+def _fact(value: Any, known: Mapping[int, int]) -> object:
     if isinstance(value, PLAIN):
         return type(value), value
     if isinstance(value, torch.Tensor):
         return f"tensor {known.get(id(value), '')}"
+    if isinstance(value, (tuple, set, frozenset)) and all(isinstance(one, PLAIN) for one in value):
+        return type(value), value if isinstance(value, tuple) else frozenset(value)
     if isinstance(value, (dict, list)):
         return type(value), len(value)
-    return _Object(value)
+    return Same(value)
 
 
 def _layout(tensor: torch.Tensor) -> object:
     kind = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.layout, tensor.requires_grad, type(tensor)
     return (*kind, tensor.stride()) if tensor.layout is torch.strided else kind
-
-
-class _Object:
-    """An object, compared by identity, and kept."""
-
-    def __init__(self, value: Any) -> None:
-        self._value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Object) and other._value is self._value
-
-    __hash__ = object.__hash__
-
-    def __repr__(self) -> str:
-        return f"another {type(self._value).__name__}"
 
 
 def _shown(fact: object) -> str:

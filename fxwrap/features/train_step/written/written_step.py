@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import random
 import threading
 from collections import Counter
@@ -16,9 +17,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....backend import parsed
-from ....errors import MemoryLimitError, TrainStepError, causes
+from ....errors import FxwrapError, MemoryLimitError, TrainStepError, causes
 from ....graphs.compilation import Compilation
-from ..codegen.as_it_stands import compiled
+from ....host_graph.user_code import described
+from ..codegen.as_it_stands import TRACING, compiled, is_tracing
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
 from ..optimizers import move_to_parameters
 from ..unchanged import kept
@@ -28,7 +30,9 @@ from .gradients import Before, Gradients, grad_of
 from .settings import Settings
 from .side_effects import SideEffects
 from .traced_call import NotTraceable, Outputs, TracedCall
-from .watched import Watched, difference, facts_of, shared_memory
+from .watched import Facts, Watched, difference, facts_of, shared_memory
+
+log = logging.getLogger(__name__)
 
 # Why a call runs as it is written.
 FIRST = "first call"
@@ -45,10 +49,11 @@ class _Program:
         having: the parameters whose p.grad is an input.
         outputs: makes what the step returns of the tensors that the program returns.
         compilation: keeps its programs in reports.
+        modes: what modules' ``training`` is afterwards, where the step sets it.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
-    facts: Mapping[str, object]
+    facts: Facts
     kind: Kind
     varying: Sequence[Collection[int]]
     sizes_hold: Callable[[Sequence[torch.Tensor]], bool]
@@ -57,6 +62,7 @@ class _Program:
     outputs: Outputs
     compilation: Compilation
     autocast: bool
+    modes: Sequence[tuple[dict[str, Any], bool]]
 
 
 class WrittenStep:
@@ -99,8 +105,9 @@ class WrittenStep:
         self._settings: Settings | None = None
         self._watched: Watched | None = None
         self._found = Found()
-        self._facts: Mapping[str, object] = {}
+        self._facts: Facts = ()
         self._tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
         self._serving: dict[Kind, list[_Program]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
@@ -110,6 +117,8 @@ class WrittenStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._one_at_a_time:
+            if is_tracing():
+                raise self._refused("it is called in another step: call the function that it was made of there")
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +129,7 @@ class WrittenStep:
             self._look()
         leaves, structure = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        kind = Kind.of(leaves, structure, modes())
+        kind = Kind.of(leaves, structure, modes(), self._places)
         if (programs := self._serving.get(kind)) is None:
             programs = self._serving[kind] = [one for one in self._present() if self._serves(one, kind, given)]
         program = next((program for program in programs if program.gradients.fit()), None)
@@ -149,6 +158,8 @@ class WrittenStep:
             if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
                 raise limit from limit.__cause__
             raise
+        for attributes, training in program.modes:
+            attributes["training"] = training
         self._dropped = gradients.dropped
         made = len(gradients.made)
         gradients.apply(returned[len(returned) - made :])
@@ -171,9 +182,10 @@ class WrittenStep:
         if self._settings is None or self._settings.optimizers != found.optimizers:
             self._settings = Settings(found.optimizers)
         self._settings.look()
-        facts = {**facts_of(found), **self._settings.facts()}
+        facts = [*facts_of(found), *self._settings.facts()]
         self._found, self._facts, self._watched = found, facts, Watched(found)
         self._tensors = list({**found.tensors, **self._settings.tensors()})
+        self._places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
         self._serving = {}
 
     def _present(self) -> list[_Program]:
@@ -189,20 +201,33 @@ class WrittenStep:
     # -- tracing ---------------------------------------------------------------------------------------------------
 
     def _trace(self, leaves: Sequence[Any], kind: Kind) -> _Program | None:
-        """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace can keep."""
-        reason, structure = self._reason(kind), kind.structure
+        """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace keeps."""
+        reason = self._reason(kind)
         others = [one.kind for one in self._present() if kind.differs_in_sizes(one.kind)]
         varying = kind.varying(others, self._dynamic)
-        before = Before.of(list(self._found.parameters()))
-        call = TracedCall(self._step, self._found, leaves, structure, before.with_any())
+        try:
+            with TRACING:
+                program = self._program(leaves, kind, varying)
+        except (FxwrapError, MemoryError):
+            raise
+        except Exception as error:
+            if not any(varying):
+                raise
+            log.info("sizes of %s cannot vary: %s", self.__name__, described(error))
+            reason = f"{reason}, which cannot vary"
+            with TRACING:
+                program = self._program(leaves, kind, [()] * len(varying))
+        self.traced[reason] += program is not None
+        return program
+
+    def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> _Program | None:
+        before = Before.of(self._found.leaves())
+        call = TracedCall(self._step, self._found, leaves, kind.structure, before.with_any())
         made_state = self._traced(call, varying)
         if not made_state and call.needs_absent:
-            call = TracedCall(self._step, self._found, leaves, structure, before)
+            call = TracedCall(self._step, self._found, leaves, kind.structure, before)
             made_state = self._traced(call, varying)
-        if made_state:
-            return None
-        self.traced[reason] += 1
-        return self._compiled(call, kind, varying)
+        return None if made_state else self._compiled(call, kind, varying)
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
@@ -219,6 +244,10 @@ class WrittenStep:
         if random.getstate() != state:
             random.setstate(state)
             faults.append("it draws from Python's random, which a program cannot: use torch's, or give it the number")
+        faults += [
+            f"it changes the setting {key} of an optimizer: do so between steps" for key in self._settings.changed
+        ]
+        call.modes = effects.modes
         if faults and not made_state:
             raise self._refused(*faults)
         return made_state
@@ -247,6 +276,7 @@ class WrittenStep:
             call.outputs,
             compilation,
             autocast_is_on(),
+            call.modes,
         )
         self._programs.append(program)
         self._serving = {}
@@ -290,7 +320,7 @@ class WrittenStep:
         """
         self._rehearses = True
         found = found_in(self._step, self._modules, self._optimizers)
-        before, effects = Before.of(list(found.parameters())), SideEffects(found)
+        before, effects = Before.of(found.leaves()), SideEffects(found)
         settings = [copy.copy(group) for o in found.optimizers.values() for group in o.param_groups]
         try:
             with kept([*found.tensors, *before.tensors()]):
