@@ -280,6 +280,27 @@ def test_objects_and_plain_leaves() -> None:
         assert not is_fake(alpha.grad) and alpha.item() == pytest.approx(-0.6 * (number + 1))
 
 
+def test_values_that_a_trace_would_leave_behind() -> None:
+    class Slotted:
+        __slots__ = ("value",)
+
+    model, optimizer = net()
+    held = Slotted()
+    queue: collections.deque[Any] = collections.deque(maxlen=2)
+
+    def in_slots(z: torch.Tensor) -> torch.Tensor:
+        held.value = model(z)
+        return train(optimizer, held.value.sum())
+
+    def in_a_queue(z: torch.Tensor) -> torch.Tensor:
+        loss = train(optimizer, model(z).sum())
+        queue.append(loss)
+        return loss
+
+    for written in (in_slots, in_a_queue):
+        assert "it leaves a tensor that it computes" in refusal(fxwrap.train_step(written), x)
+
+
 # -- random numbers -------------------------------------------------------------------------------------------------
 
 

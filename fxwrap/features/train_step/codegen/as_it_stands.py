@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import linecache
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,7 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from ....backend import fxwrap
 from ....codegen.devices.patches import Patches
@@ -91,6 +92,18 @@ class Traced:
         self.gm.recompile()
         examples = [value for place, value in enumerate(self.examples) if place not in positions]
         return replace(self, examples=examples)
+
+    def left_behind(self) -> list[str]:
+        """Where values of the trace are left, apart from the trace itself: what a replay would not renew.
+
+        It is called when everything is put back that is known to have changed.
+        """
+        gc.collect()
+        # Torch makes new tensors of those of a trace for what it notes at nodes.
+        own = {id(value) for value in tree_leaves([*self.examples, *(node.meta for node in self.gm.graph.nodes)])}
+        mode = self.examples[0].fake_mode if self.examples else None  # type: ignore[attr-defined]
+        left = [one for one in gc.get_objects() if type(one) is FakeTensor and one.fake_mode is mode]
+        return [_owner(one) for one in left if id(one) not in own]
 
     def sizes_hold(self) -> Callable[[Sequence[torch.Tensor]], bool]:
         """Whether what was decided by sizes, in the trace and when it was compiled, holds for other arguments.
@@ -156,6 +169,11 @@ def traced(
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
     return Traced(gm, examples, unknown, len(given), varies, random.faults)
+
+
+def _owner(value: torch.Tensor) -> str:
+    owners = [owner for owner in gc.get_referrers(value) if isinstance(owner, (dict, list, tuple, set, torch.Tensor))]
+    return f"a {type(owners[0]).__name__}" if owners else "an object"
 
 
 def _with_sizes(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int]) -> torch.Tensor:

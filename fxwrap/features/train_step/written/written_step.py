@@ -248,6 +248,11 @@ class WrittenStep:
             f"it changes the setting {key} of an optimizer: do so between steps" for key in self._settings.changed
         ]
         call.modes = effects.modes
+        if not (faults or made_state) and (left := call.traced.left_behind()):
+            faults.append(
+                f"it leaves a tensor that it computes in {left[0]}, where a replay puts none: return it, or write it "
+                "to a tensor that is there before"
+            )
         if faults and not made_state:
             raise self._refused(*faults)
         return made_state
