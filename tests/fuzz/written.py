@@ -74,10 +74,15 @@ class WrittenSide(OurSide):
 
     def _limit_to(self, limit: int | None) -> None:
         self.limit = limit or 0
+        fxwrap.limit_memory(self.step, limit)
+
+    def _do_limit(self, number: int, step: Step) -> None:
         if self._programs():
-            fxwrap.limit_memory(self.step, limit)
-        else:
-            self.step = self.make_step(limit)
+            super()._do_limit(number, step)
+
+    def _do_no_limit(self, number: int, step: Step) -> None:
+        if self._programs():
+            super()._do_no_limit(number, step)
 
     def _do_report(self, number: int, step: Step) -> None:
         if self._programs():
