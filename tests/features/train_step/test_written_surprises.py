@@ -226,6 +226,25 @@ def test_optimizers_that_are_not_found_or_keep_numbers() -> None:
     assert "setting k" in message and counting.n == 1 and counting.param_groups[0]["k"] == 1
 
 
+def test_an_optimizer_that_counts_in_python() -> None:
+    class Counts(optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self) -> None:  # type: ignore[override]
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["step"] = state.get("step", 0) + 1
+                parameter.sub_(0.1 / state["step"] * parameter.grad)
+
+    model = nn.Linear(2, 2)
+    optimizer = Counts(model.parameters())
+    step = fxwrap.train_step(lambda z: train(optimizer, model(z).sum()))
+    assert "Python number, 'step'" in refusal(step, x)
+    assert optimizer.state[model.weight]["step"] == 1
+
+
 def test_tensors_that_change_places() -> None:
     held = types.SimpleNamespace(before=torch.tensor(0.0), now=torch.tensor(0.0))
 

@@ -88,7 +88,13 @@ class SideEffects:
             if changed == ["training"] and not added and isinstance(now["training"], bool):
                 self.modes.append((table, now["training"]))
             elif id(table) in self._states or id(table) in self._inner:
-                made_state = True
+                # A number that an optimizer counts with would be another one at each call.
+                numbers = [key for key in changed if isinstance(entries[key], (int, float))]
+                faults += [
+                    f"{name} keeps a Python number, {key!r}, that each step changes: make it a tensor"
+                    for key in numbers
+                ]
+                made_state |= bool(added) or len(numbers) < len(changed)
             else:
                 faults += [f"it changes {_shown(name, key)}, which a replay does not: {_REMEDY}" for key in changed]
                 faults += [f"it adds to {name.rstrip('.')}, which a replay does not: {_REMEDY}" for _ in added[:1]]

@@ -47,7 +47,8 @@ def predicated(condition: torch.Tensor, optimizer: Optimizer, *args: Any, **kwar
     """Trace an optimizer's step whose results count only where a condition holds."""
     condition = condition.reshape(()).bool()
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    slots = [(state, key) for state in optimizer.state.values() for key in state]
+    owners = [*optimizer.state.values(), *optimizer.param_groups]
+    slots = [(state, key) for state in owners for key in state]
     held = [(state, key, state[key]) for state, key in slots if isinstance(state[key], torch.Tensor)]
     with torch.no_grad():
         before = [tensor.detach().clone() for tensor in (*parameters, *(value for _, _, value in held))]
