@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     SYMPY_INTERP,
@@ -99,11 +99,14 @@ class Traced:
         It is called when everything is put back that is known to have changed.
         """
         gc.collect()
-        # Torch makes new tensors of those of a trace for what it notes at nodes.
-        own = {id(value) for value in tree_leaves([*self.examples, *(node.meta for node in self.gm.graph.nodes)])}
+        objects = gc.get_objects()
+        # Of subgraphs, too. Torch makes new tensors of those of a trace for what it notes at nodes.
+        notes = [one.meta.get("val") for one in objects if type(one) is Node]
+        own = {id(value) for value in tree_leaves([*self.examples, *notes])}
         mode = self.examples[0].fake_mode if self.examples else None  # type: ignore[attr-defined]
-        left = [one for one in gc.get_objects() if type(one) is FakeTensor and one.fake_mode is mode]
-        return [_owner(one) for one in left if id(one) not in own]
+        left = [one for one in objects if type(one) is FakeTensor and one.fake_mode is mode and id(one) not in own]
+        del objects, notes
+        return list(map(_owner, left))
 
     def sizes_hold(self) -> Callable[[Sequence[torch.Tensor]], bool]:
         """Whether what was decided by sizes, in the trace and when it was compiled, holds for other arguments.
