@@ -98,6 +98,11 @@ class Traced:
 
         It is called when everything is put back that is known to have changed.
         """
+        called = {
+            one.target.namespace for one in self.gm.graph.nodes if isinstance(one.target, torch._ops.OpOverload)
+        }
+        if called - _OF_TORCH:
+            return []  # an operator of others may keep what it was given
         gc.collect()
         objects = gc.get_objects()
         # Of subgraphs, too. Torch makes new tensors of those of a trace for what it notes at nodes.
@@ -251,6 +256,7 @@ def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any
     return tree_unflatten(list(results), structures[-1])
 
 
+_OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
 # What ``torch.tensor(3.0)`` calls with the constant.
 _OF_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 
