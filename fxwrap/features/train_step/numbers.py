@@ -96,6 +96,13 @@ class ReadingNumbers(TorchFunctionMode):
         named = dict(kwargs or {})
         if func in _NOT_ZERO and any(args[0] is number for number in self._numbers):
             return True
+        # Lists of tensors are weighted, and a number is raised to lists of exponents, by numbers only.
+        if func is torch._foreach_lerp_ and isinstance(args[-1], torch.Tensor):
+            moved = torch._foreach_sub(args[1], args[0])
+            torch._foreach_mul_(moved, args[-1])
+            return torch._foreach_add_(args[0], moved)
+        if func is torch._foreach_pow and isinstance(args[0], torch.Tensor):
+            return torch._foreach_pow([args[0]] * len(args[1]), args[1])
         for name, place in _FACTORS.items():
             if isinstance(named.get(name), torch.Tensor):
                 factor = named.pop(name)

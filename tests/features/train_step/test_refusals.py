@@ -137,7 +137,10 @@ def test_a_step_is_not_copied(copied: Callable[[object], object]) -> None:
 
 def test_an_argument_that_is_not_there() -> None:
     model = Net()
-    for given, meant in (("memory_limt", "did you mean 'memory_limit'"), ("scaler", "it has modules, optimizers, clip_norm")):
+    for given, meant in (
+        ("memory_limt", "did you mean 'memory_limit'"),
+        ("scaler", "it has modules, optimizers, clip_norm"),
+    ):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{given}'; {meant}"):
             fxwrap.train_step(model, squares, optim.SGD(model.parameters(), 0.1), **{given: "1MiB"})  # type: ignore[arg-type]
 

@@ -168,6 +168,28 @@ def test_what_a_hook_closes_over() -> None:
     assert step(x).item() == pytest.approx(2 * first)
 
 
+@pytest.mark.parametrize("kind", [optim.Adam, optim.SGD, optim.NAdam])
+def test_a_setting_that_changes_is_read_with_all_of_its_bits(kind: Any) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        twin, errors = copy.deepcopy(model), list[float]()
+        more = {"momentum": 0.9} if kind is optim.SGD else {}
+        optimizers = [kind(one.parameters(), 1e-2, **more) for one in (model, twin)]
+        schedules = [optim.lr_scheduler.OneCycleLR(one, 2e-2, total_steps=36) for one in optimizers]
+        step = fxwrap.train_step(lambda z: train(optimizers[0], model(z).square().mean()))
+        for _ in range(6):
+            z = torch.randn(5, 4)
+            errors.append((step(z) - train(optimizers[1], twin(z).square().mean())).abs().item())
+            for schedule in schedules:
+                schedule.step()
+        assert max(errors) < 1e-13, errors
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_modes_that_a_step_sets() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0))
     optimizer = optim.SGD(model.parameters(), 0.1)
