@@ -106,7 +106,7 @@ class Traced:
         gc.collect()
         objects = gc.get_objects()
         # Of subgraphs, too. Torch makes new tensors of those of a trace for what it notes at nodes.
-        notes = [one.meta.get("val") for one in objects if type(one) is Node]
+        notes = [one.meta for one in objects if type(one) is Node]
         own = {id(value) for value in tree_leaves([*self.examples, *notes])}
         mode = self.examples[0].fake_mode if self.examples else None  # type: ignore[attr-defined]
         left = [one for one in objects if type(one) is FakeTensor and one.fake_mode is mode and id(one) not in own]
@@ -167,12 +167,12 @@ def traced(
     with _as_in_a_compiler(), mode, enable_python_dispatcher():
         examples: list[torch.Tensor] = [mode.from_tensor(tensor, static_shapes=True) for tensor in tensors]
         examples += [_with_sizes(mode, *one) for one in zip(given, varying, strict=True)]
-        for example in examples:
-            if example.is_leaf:
-                example.grad = None
+        _without_gradients(examples)
         gm = make_fx(with_fakes, tracing_mode="real", record_stack_traces=True, _allow_non_fake_inputs=True)(
             *examples
         )
+    random.forget()
+    _without_gradients(examples)
     _remove_ranges(gm)
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
@@ -182,6 +182,12 @@ def traced(
 def _owner(value: torch.Tensor) -> str:
     owners = [owner for owner in gc.get_referrers(value) if isinstance(owner, (dict, list, tuple, set, torch.Tensor))]
     return f"a {type(owners[0]).__name__}" if owners else "an object"
+
+
+def _without_gradients(values: Iterable[torch.Tensor]) -> None:
+    for value in values:
+        if value.is_leaf:
+            value.grad = None
 
 
 def _with_sizes(mode: FakeTensorMode, tensor: torch.Tensor, varying: Collection[int]) -> torch.Tensor:

@@ -46,6 +46,11 @@ class RandomNumbers:
         self._position += 1
         return result
 
+    def forget(self) -> None:
+        """Drop what was drawn: the trace has ended."""
+        self._drawn.clear()
+        self._states.clear()
+
     def patch(self, patches: Patches, here: Callable[[], bool]) -> None:
         """Have torch's functions for the states of generators mean positions.
 
