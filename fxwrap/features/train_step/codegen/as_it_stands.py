@@ -18,6 +18,7 @@ import functools
 import gc
 import linecache
 import traceback
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -111,7 +112,8 @@ class Traced:
         mode = self.examples[0].fake_mode if self.examples else None  # type: ignore[attr-defined]
         left = [one for one in objects if type(one) is FakeTensor and one.fake_mode is mode and id(one) not in own]
         del objects, notes
-        return list(map(_owner, left))
+        # What only torch holds, nobody sees.
+        return [owner for one in left if (owner := _owner(one, left))]
 
     def sizes_hold(self) -> Callable[[Sequence[torch.Tensor]], bool]:
         """Whether what was decided by sizes, in the trace and when it was compiled, holds for other arguments.
@@ -179,9 +181,11 @@ def traced(
     return Traced(gm, examples, unknown, len(given), varies, random.faults)
 
 
-def _owner(value: torch.Tensor) -> str:
-    owners = [owner for owner in gc.get_referrers(value) if isinstance(owner, (dict, list, tuple, set, torch.Tensor))]
-    return f"a {type(owners[0]).__name__}" if owners else "an object"
+def _owner(value: torch.Tensor, besides: list[Any]) -> str:
+    """The kind of a Python object that holds a value; empty if none does."""
+    found = (one for one in gc.get_referrers(value) if one is not besides and not isinstance(one, types.FrameType))
+    owners = [one for one in found if type(one).__name__ != "list_iterator"]
+    return f"an object of type {type(owners[0]).__name__}" if owners else ""
 
 
 def _without_gradients(values: Iterable[torch.Tensor]) -> None:
