@@ -126,3 +126,8 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield cause
         inner = getattr(cause, "inner_exception", None)
         cause = inner if isinstance(inner, BaseException) else cause.__cause__
+
+
+def limit_among(error: BaseException) -> MemoryLimitError | None:
+    """The error of a limit that an error was caused by; None if there is none."""
+    return next((cause for cause in causes(error) if isinstance(cause, MemoryLimitError)), None)

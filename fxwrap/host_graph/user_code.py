@@ -6,7 +6,7 @@ import itertools
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,9 +59,16 @@ _FXWRAP, _TORCH, _PYTHON = (
 
 def described(error: BaseException) -> str:
     """An error with the innermost line of the user's that it passed: ``ValueError: too few (/me/train.py:3)``."""
-    places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    of_user = [f" ({file}:{line})" for file, line in places if owner_of(file) == "user" and not file.startswith("<")]
-    return f"{type(error).__name__}: {error}{of_user[-1] if of_user else ''}"
+    places = [f" ({file}:{line})" for file, line in of_user(traceback.walk_tb(error.__traceback__))]
+    return f"{type(error).__name__}: {error}{places[-1] if places else ''}"
+
+
+def of_user(frames: Iterable[tuple[Any, int]]) -> Iterator[tuple[str, int]]:
+    """The files and lines of those frames that are in code of the user's, in files."""
+    for frame, line in frames:
+        file = frame.f_code.co_filename
+        if owner_of(file) == "user" and not file.startswith("<"):
+            yield file, line
 
 
 def module_path(node: Node) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...backend import parsed
-from ...errors import MemoryLimitError, TrainStepError, causes
+from ...errors import TrainStepError, limit_among
 from ...options import refuse_unknown
 from .codegen.averaging import averaging
 from .codegen.tracing import compiled_step, faults_of_forward, mark_static, why_not_traced
@@ -224,7 +224,7 @@ class TrainStep:
                 return self._last(*batch, **more)
             return self._micro_batch(batch, more)
         except Exception as error:
-            if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
+            if (limit := limit_among(error)) is not None:
                 raise limit from limit.__cause__
             if not (reason := why_not_traced(error)):
                 raise

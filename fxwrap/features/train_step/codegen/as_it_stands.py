@@ -49,7 +49,7 @@ from ....backend import fxwrap
 from ....codegen.devices.patches import Patches
 from ....graphs.compilation import Compilation
 from ....graphs.memory.locks import lock_of_process
-from ....host_graph.user_code import last_frame, owner_of
+from ....host_graph.user_code import last_frame, of_user
 from ..written.step_if import predicated
 from .random_numbers import RandomNumbers
 from .tracing_state import is_fake, without_autocast
@@ -183,8 +183,7 @@ def traced(
 
 def _owner(value: torch.Tensor, besides: list[Any]) -> str:
     """The kind of a Python object that holds a value; empty if none does."""
-    found = (one for one in gc.get_referrers(value) if one is not besides and not isinstance(one, types.FrameType))
-    owners = [one for one in found if type(one).__name__ != "list_iterator"]
+    owners = [one for one in gc.get_referrers(value) if one is not besides and not isinstance(one, types.FrameType)]
     return f"an object of type {type(owners[0]).__name__}" if owners else ""
 
 
@@ -278,11 +277,8 @@ def is_tracing() -> bool:
 
 def user_place(frames: Iterable[tuple[Any, int]]) -> str:
     """The first of some frames that is in code of the user's, as ``file, line 3: code``; empty if none is."""
-    for frame, line in frames:
-        file = frame.f_code.co_filename
-        if owner_of(file) == "user" and not file.startswith("<"):
-            return f"{file}, line {line}: {linecache.getline(file, line).strip()}"
-    return ""
+    places = (f"{file}, line {line}: {linecache.getline(file, line).strip()}" for file, line in of_user(frames))
+    return next(places, "")
 
 
 def compiled(

@@ -77,7 +77,7 @@ class Kind:
                 kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else Same(leaf)))
         return cls(tuple(kinds), tuple(sizes), structure, modes)
 
-    def differs_in_sizes(self, other: Kind) -> bool:
+    def alike_but_for_sizes(self, other: Kind) -> bool:
         """Whether nothing but sizes is another."""
         return (self.leaves, self.structure, self.modes) == (other.leaves, other.structure, other.modes)
 

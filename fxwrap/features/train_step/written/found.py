@@ -26,7 +26,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..refusals import hooks_of_all_modules, hooks_of_steps
+from ..refusals import PARAMETER_HOOKS, hooks_of_all_modules, hooks_of_steps
 
 # Values that a trace reads once, and that are compared with what they are at each call.
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
@@ -43,7 +43,7 @@ class Found:
     """What the code of a step can reach.
 
     Attributes:
-        modules, optimizers: by name.
+        optimizers: by name.
         tensors: each tensor once, with a name.
         tables: dictionaries and lists whose values a program is made for, by name; of some only the values of keys.
         classes: classes and the attributes of theirs that code names, by the name of an object.
@@ -52,7 +52,6 @@ class Found:
         attributes: of objects and modules; the code may ask whether there is one.
     """
 
-    modules: dict[str, torch.nn.Module] = field(default_factory=dict)
     optimizers: dict[str, Optimizer] = field(default_factory=dict)
     tensors: dict[torch.Tensor, str] = field(default_factory=dict)
     tables: list[tuple[str, Any, tuple[Any, ...] | None]] = field(default_factory=list)
@@ -100,8 +99,8 @@ class _Search:
             for name, part in list(self._parts):
                 self._methods(name, part)
             for tensor, name in list(self.found.tensors.items()):
-                for table in (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None)):
-                    for hook in (table or {}).values():
+                for table in PARAMETER_HOOKS:
+                    for hook in (getattr(tensor, table, None) or {}).values():
                         self.visit(f"a hook of {name}", hook)
         for name, value in self._objects:
             table = vars(value)
@@ -165,7 +164,7 @@ class _Search:
             return
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             self.found.cells.append((name, cell))
-            self.visit(name, _content(cell))
+            self.visit(name, content_of(cell))
         names = dict.fromkeys(_names_of(code))
         self._names.update(names)
         scope = function.__globals__
@@ -210,7 +209,6 @@ class _Search:
             self.visit(f"{name}[{key!r}]", part)
 
     def _module(self, name: str, module: torch.nn.Module) -> None:
-        self.found.modules[_free(name, self.found.modules)] = module
         for path, part in module.named_modules():
             self._seen.add(id(part))
             where = f"{name}.{path}" if path else name
@@ -268,11 +266,12 @@ def _names_of(code: types.CodeType) -> Iterator[str]:
             yield from _names_of(constant)
 
 
-def _content(cell: types.CellType) -> Any:
+def content_of(cell: types.CellType, default: Any = None) -> Any:
+    """The value of a variable of a closure; the default if it has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # no value yet
-        return None
+    except ValueError:
+        return default
 
 
 def _is_library(module: types.ModuleType) -> bool:
@@ -281,7 +280,7 @@ def _is_library(module: types.ModuleType) -> bool:
 
 
 def _free(name: str, taken: dict[str, Any]) -> str:
-    """The name, or with a number if another has it: two functions may call their modules alike."""
+    """The name, or with a number if another has it: two functions may call their optimizers alike."""
     numbered = (f"{name} ({number})" for number in itertools.count(2))
     return name if name not in taken else next(one for one in numbered if one not in taken)
 

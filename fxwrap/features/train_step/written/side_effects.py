@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..codegen.tracing_state import is_fake
-from .found import PLAIN, Found
+from ..refusals import PARAMETER_HOOKS
+from .found import PLAIN, Found, content_of
 
 
 class SideEffects:
@@ -34,7 +35,7 @@ class SideEffects:
             )
             for name, table, keys in found.tables
         ]
-        self._cells = [(name, cell, _content(cell)) for name, cell in found.cells]
+        self._cells = [(name, cell, content_of(cell, _MISSING)) for name, cell in found.cells]
         self._classes = [(name, cls, {key: vars(cls)[key] for key in keys}) for name, cls, keys in found.classes]
         # A view of each tensor, which keeps the memory that ``.data = ...`` would take from it.
         self._memory = [(tensor, name, tensor.detach()) for tensor, name in found.tensors.items()]
@@ -42,7 +43,7 @@ class SideEffects:
         self._hooks = [
             (tensor, table, dict(hooks))
             for tensor in found.tensors
-            for table in _HOOKS
+            for table in PARAMETER_HOOKS
             if (hooks := getattr(tensor, table, None)) is not None
         ]
 
@@ -55,8 +56,8 @@ class SideEffects:
                 if isinstance(old, torch.Tensor) and _has(table, key) and _replaces(table[key], old):
                     pairs.append((table, key, old, table[key]))
         for name, cell, old in self._cells:
-            if isinstance(old, torch.Tensor) and _replaces(_content(cell), old):
-                pairs.append((cell, name, old, _content(cell)))
+            if isinstance(old, torch.Tensor) and _replaces(content_of(cell, _MISSING), old):
+                pairs.append((cell, name, old, content_of(cell, _MISSING)))
         # Two names of one tensor stay that; copies would not.
         new = [id(value) for _, _, _, value in pairs]
         gone = {id(old) for _, _, old, _ in pairs}
@@ -105,7 +106,7 @@ class SideEffects:
                     del table[key]
                 table.update({key: entries[key] for key in changed})
         for name, cell, old in self._cells:
-            if _is_other(_content(cell), old):
+            if _is_other(content_of(cell, _MISSING), old):
                 cell.cell_contents = old
                 faults.append(f"it changes the variable {name}, which a replay does not: {_REMEDY}")
         for name, cls, before in self._classes:
@@ -127,7 +128,7 @@ class SideEffects:
                 faults.append("it calls requires_grad_, which a replay does not: do so between steps")
         hooks = {(id(tensor), table): before for tensor, table, before in self._hooks}
         for tensor, name, _ in self._memory:
-            for table in _HOOKS:
+            for table in PARAMETER_HOOKS:
                 now, before = getattr(tensor, table, None), hooks.get((id(tensor), table), {})
                 if now is not None and dict(now) != before:
                     now.clear()
@@ -142,7 +143,6 @@ class AliasedError(Exception):
 
 _REMEDY = "return the value, take it as an argument, or make it a tensor that is written in place"
 _MISSING = object()
-_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
 
 
 def _address(tensor: torch.Tensor) -> object:
@@ -159,13 +159,6 @@ def _part(table: dict[Any, Any], keys: tuple[Any, ...] | None) -> dict[Any, Any]
 
 def _has(table: Any, key: Any) -> bool:
     return key < len(table) if isinstance(table, list) else key in table
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
 
 
 def _replaces(new: Any, old: torch.Tensor) -> bool:

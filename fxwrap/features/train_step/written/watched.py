@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ..refusals import PARAMETER_HOOKS
 from .arguments import Same
-from .found import PLAIN, Found
+from .found import PLAIN, Found, content_of
 
-_GRAD_TABLES = "_backward_hooks", "_post_accumulate_grad_hooks"
-_of_parameter = attrgetter("requires_grad", *_GRAD_TABLES)
+_of_parameter = attrgetter("requires_grad", *PARAMETER_HOOKS)
 _content, _dtype = attrgetter("cell_contents"), attrgetter("dtype")
 
 
@@ -41,7 +41,7 @@ class Watched:
         self._cells = [cell for _, cell in found.cells]
         self._tensors, self._parameters = list(found.tensors), found.leaves()
         self._ordered, self._attributes = found.dictionaries, found.attributes
-        tables = (getattr(parameter, name, None) for parameter in self._parameters for name in _GRAD_TABLES)
+        tables = (getattr(parameter, name, None) for parameter in self._parameters for name in PARAMETER_HOOKS)
         self._hooks = [table for table in tables if isinstance(table, dict)]
         self._tables = [*self._dictionaries, *self._lists, *self._hooks]
         self._lengths = list(map(len, self._tables))
@@ -85,7 +85,7 @@ def facts_of(found: Found) -> Facts:
     facts: list[tuple[str, object]] = [(f"{name}{key}", _fact(value, known)) for name, key, value in _entries(found)]
     for tensor, name in found.tensors.items():
         facts.append((f"layout of {name}", _layout(tensor)))
-        for table in _GRAD_TABLES:
+        for table in PARAMETER_HOOKS:
             if hooks := getattr(tensor, table, None):
                 facts.append((f"hooks of {name}", tuple(map(Same, hooks.values()))))
     return [*facts, *((f"memory of {names[0]}", names) for names in shared_memory(found))]
@@ -121,10 +121,7 @@ def _entries(found: Found) -> Iterator[tuple[str, object, Any]]:
     for name, owner, names in found.classes:
         yield from ((f"{name}.", key, vars(owner)[key]) for key in names)
     for name, cell in found.cells:
-        try:
-            yield name, "", cell.cell_contents
-        except ValueError:
-            yield name, "", _NONE
+        yield name, "", content_of(cell, _NONE)
 
 
 class _None:

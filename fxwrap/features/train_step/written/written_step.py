@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....backend import parsed
-from ....errors import FxwrapError, MemoryLimitError, TrainStepError, causes
+from ....errors import FxwrapError, TrainStepError, limit_among
 from ....graphs.compilation import Compilation
 from ....host_graph.user_code import described
 from ..codegen.as_it_stands import TRACING, compiled, is_tracing
@@ -155,7 +155,7 @@ class WrittenStep:
             else:
                 returned = program.run(*inputs)
         except Exception as error:
-            if (limit := next((c for c in causes(error) if isinstance(c, MemoryLimitError)), None)) is not None:
+            if (limit := limit_among(error)) is not None:
                 raise limit from limit.__cause__
             raise
         for attributes, training in program.modes:
@@ -195,7 +195,7 @@ class WrittenStep:
 
     @staticmethod
     def _serves(program: _Program, kind: Kind, given: Sequence[torch.Tensor]) -> bool:
-        alike = kind.differs_in_sizes(program.kind) and kind.fits(program.kind, program.varying)
+        alike = kind.alike_but_for_sizes(program.kind) and kind.fits(program.kind, program.varying)
         return alike and program.sizes_hold(given)
 
     # -- tracing ---------------------------------------------------------------------------------------------------
@@ -203,11 +203,10 @@ class WrittenStep:
     def _trace(self, leaves: Sequence[Any], kind: Kind) -> _Program | None:
         """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace keeps."""
         reason = self._reason(kind)
-        others = [one.kind for one in self._present() if kind.differs_in_sizes(one.kind)]
+        others = [one.kind for one in self._present() if kind.alike_but_for_sizes(one.kind)]
         varying = kind.varying(others, self._dynamic)
         try:
-            with TRACING:
-                program = self._program(leaves, kind, varying)
+            program = self._program(leaves, kind, varying)
         except (FxwrapError, MemoryError):
             raise
         except Exception as error:
@@ -215,24 +214,24 @@ class WrittenStep:
                 raise
             log.info("sizes of %s cannot vary: %s", self.__name__, described(error))
             reason = f"{reason}, which cannot vary"
-            with TRACING:
-                program = self._program(leaves, kind, [()] * len(varying))
+            program = self._program(leaves, kind, [()] * len(varying))
         self.traced[reason] += program is not None
         return program
 
     def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> _Program | None:
         before = Before.of(self._found.leaves())
-        call = TracedCall(self._step, self._found, leaves, kind.structure, before.with_any())
-        made_state = self._traced(call, varying)
-        if not made_state and call.needs_absent:
-            call = TracedCall(self._step, self._found, leaves, kind.structure, before)
+        with TRACING:
+            call = TracedCall(self._step, self._found, leaves, kind.structure, before.with_any())
             made_state = self._traced(call, varying)
-        return None if made_state else self._compiled(call, kind, varying)
+            if not made_state and call.needs_absent:
+                call = TracedCall(self._step, self._found, leaves, kind.structure, before)
+                made_state = self._traced(call, varying)
+            return None if made_state else self._compiled(call, kind, varying)
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
         assert self._settings is not None
-        effects, state, faults = SideEffects(self._found), random.getstate(), list[str]()
+        effects, state = SideEffects(self._found), random.getstate()
         with call.before.in_place():
             try:
                 with self._settings.standing_in():
@@ -266,10 +265,8 @@ class WrittenStep:
         trace = trace.without([len(names) + place for place, is_used in enumerate(used) if not is_used])
         having = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
         shown = [*names.values(), *(f"{names[parameter]}.grad" for parameter in having)]
-        compilation, options = (
-            Compilation(),
-            {"inputs_apart": not shared_memory(self._found), **(self._options or {})},
-        )
+        compilation = Compilation()
+        options = {"inputs_apart": not shared_memory(self._found), **(self._options or {})}
         program = _Program(
             compiled(trace, shown, options, compilation),
             self._facts,
@@ -292,7 +289,7 @@ class WrittenStep:
             return "first trace"
         same = [program for program in self._programs if program.kind == kind]
         if not same:
-            sizes = any(kind.differs_in_sizes(program.kind) for program in self._present())
+            sizes = any(kind.alike_but_for_sizes(program.kind) for program in self._present())
             return "other sizes" if sizes else "other arguments"
         return difference(same[-1].facts, self._facts) or "other gradients"
 
@@ -304,9 +301,9 @@ class WrittenStep:
             remedy="change what is named, or take it out of the step",
         )
 
-    _fxwrap_without = "a step that was called less than twice: the first call runs as it is written"
-
     # -- beside calls ----------------------------------------------------------------------------------------------
+
+    _fxwrap_without = "a step that was called less than twice: the first call runs as it is written"
 
     def _fxwrap_compilations(self) -> list[Compilation]:
         return [program.compilation for program in self._programs]
