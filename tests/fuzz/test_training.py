@@ -185,7 +185,7 @@ def test_what_differs_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(small.recipe.parts), small.clip_norm, small.schedule) == (1, None, "")
 
 
-def _fails_at_a_hook(training: Training, device: torch.device) -> int:
+def _fails_at_a_hook(training: Training, device: torch.device, side: type[OurSide]) -> int:
     if any(step.habit == "optimizer hook" for step in training.steps):
         raise DifferenceError
     return 0
