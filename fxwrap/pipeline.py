@@ -3,8 +3,8 @@
 ::
 
     compile_host_graph           rewrites
-    HostGraphPlanner.partition   aliasing, workspace, dependencies; capturability, cut, cost model, order, fit,
-                                 partitions that compile_partition replaces
+    HostGraphPlanner.partition   aliasing, workspace, dependencies; within a limit, gathers; capturability, cut, cost
+                                 model, order, fit, partitions that compile_partition replaces
     HostGraphPlanner.plan_memory
 
 A stage is a function of what earlier stages return. Most results have a type of their own, so that most wrong orders
@@ -29,6 +29,7 @@ from torch.fx import GraphModule
 
 from .devices import capture_cost, device_support
 from .eager_rules import EagerRule
+from .errors import MemoryLimitError
 from .graphs.compilation import Compilation
 from .graphs.devices.runtime import conditional_nodes_of, freezes_addresses
 from .graphs.memory.budget import nearest
@@ -36,19 +37,20 @@ from .graphs.memory.planning import Planner
 from .graphs.program import Program
 from .hooks import PROGRAMS, class_for
 from .host_graph.storages import StorageFacts
-from .limit import Limit
+from .limit import Limit, Repeated
 from .options import Options
-from .passes.analysis.aliasing import analyse_storages
+from .passes.analysis.aliasing import analyse_storages, overlap_groups
 from .passes.analysis.dependencies import build_dependency_graph
 from .passes.analysis.saved_tensors import saved_tensors
 from .passes.memory.bodies import workspace_of
 from .passes.memory.fit import fit_memory
+from .passes.memory.gathers import gather_again
 from .passes.memory.order import order_for_memory
 from .passes.memory.planner import bytes_of_call, plan_pair, plan_program, unmeasured_calls
 from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
-from .passes.partition.cut import cut
+from .passes.partition.cut import NEGLIGIBLE, cut
 from .passes.partition.export import CompilePartition, replace_partitions
 from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
@@ -155,6 +157,21 @@ class HostGraphPlanner:
     def partition(
         self, inputs: InputFacts, capture_errors: Mapping[str, str] = MappingProxyType({}), limit: Limit | None = None
     ) -> ProgramPlan:
+        plan = self._ordered(inputs, capture_errors) if limit is None else self._within(limit, inputs, capture_errors)
+        with stage("partitions compiled elsewhere", self.took):
+            return replace_partitions(plan, self.compile_partition)
+
+    def _ordered(
+        self,
+        inputs: InputFacts,
+        capture_errors: Mapping[str, str],
+        repeated: tuple[Repeated, ...] = (),
+        may_grow: bool = True,
+    ) -> ProgramPlan:
+        """
+        Args:
+            may_grow: whether fewer partitions may take more memory.
+        """
         graph, options, took = self.graph, self.options, self.took
         facts, workspace, dependencies = self._analysis
         device, sizes = main_device(graph), expected_sizes(graph, facts)
@@ -164,8 +181,9 @@ class HostGraphPlanner:
             has_nodes = conditional_nodes_of(device) is not None
             verdicts = judge(graph, self._eager_ops(device, has_nodes), capture_errors, has_nodes)
         with stage("cut", took):
-            partitions = cut(dependencies, verdicts, device, facts, inner, options.peak_budget)
-            plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace)
+            budget = (options.peak_budget, NEGLIGIBLE) if may_grow else (1.0, 0)
+            partitions = cut(dependencies, verdicts, device, facts, inner, *budget)
+            plan = ProgramPlan(graph, facts, verdicts, partitions, device, inputs, workspace, repeated=repeated)
         with stage("cost model", took):
             cost = capture_cost(device.type)
             plan = apply_cost_model(plan, cost, sizes, options.capture, options.min_launches)
@@ -174,23 +192,47 @@ class HostGraphPlanner:
             with stage("order", took):
                 plan = order_for_memory(plan, dependencies, sizes)
                 _check_schedule(plan)
-        if limit is not None:
-            with stage("fit", took):
-                plan = self._fit(plan, dependencies, limit)
-        with stage("partitions compiled elsewhere", took):
-            return replace_partitions(plan, self.compile_partition)
+        return plan
+
+    def _within(self, limit: Limit, inputs: InputFacts, capture_errors: Mapping[str, str]) -> ProgramPlan:
+        planner, repeated = self._gathering_again
+        plan = planner._ordered(inputs, capture_errors, repeated)
+        try:
+            return planner._fit(plan, limit)
+        except MemoryLimitError as error:
+            if plan.cut.peak <= plan.cut.program_order_peak:
+                raise
+            least = planner._ordered(inputs, capture_errors, repeated, may_grow=False)
+            try:
+                return planner._fit(least, limit)
+            except MemoryLimitError as other:
+                raise min(error, other, key=lambda one: one.least) from None
+
+    @functools.cached_property
+    def _gathering_again(self) -> tuple[HostGraphPlanner, tuple[Repeated, ...]]:
+        """The planner of the graph within any limit, and the gathers that are repeated in it."""
+        (facts, workspace, _), graph = self._analysis, self.graph
+        apart_on = main_device(graph).type if self.options.inputs_apart else ""
+        with stage("gathers", self.took):
+            groups = overlap_groups(graph, facts, apart_on)
+            gathered, repeated = gather_again(graph, facts, expected_sizes(graph, facts), groups)
+            if not repeated:
+                return self, ()
+            verify_same_results(graph, gathered, apart_on)
+        return dataclasses.replace(self, graph=gathered, stored_workspace=workspace), repeated
 
     def _eager_ops(self, device: torch.device, has_nodes: bool) -> Sequence[str | EagerRule]:
         decided = () if has_nodes else (DECIDED_ON_HOST,)
         address_rules = (*FROZEN_ADDRESS_RULES, *decided) if freezes_addresses(device) else ()
         return *self.options.eager_ops, *device_support(device.type).eager_ops, *address_rules
 
-    def _fit(self, plan: ProgramPlan, dependencies: nx.DiGraph, limit: Limit) -> ProgramPlan:
-        workspace = {**self.workspace(plan.graph, limit.symbols), **limit.workspace}
-        sizes = expected_sizes(plan.graph, plan.facts, limit.symbols)
-        fitting = fit_memory(plan, dependencies, sizes, dataclasses.replace(limit, workspace=workspace))
-        verify_same_results(plan.graph, fitting.graph, plan.device.type if plan.inputs.apart else "")
-        _check_schedule(fitting)
+    def _fit(self, plan: ProgramPlan, limit: Limit) -> ProgramPlan:
+        with stage("fit", self.took):
+            workspace = {**self.workspace(plan.graph, limit.symbols), **limit.workspace}
+            sizes = expected_sizes(plan.graph, plan.facts, limit.symbols)
+            fitting = fit_memory(plan, self._analysis[2], sizes, dataclasses.replace(limit, workspace=workspace))
+            verify_same_results(plan.graph, fitting.graph, plan.device.type if plan.inputs.apart else "")
+            _check_schedule(fitting)
         return fitting
 
     def plan_memory(

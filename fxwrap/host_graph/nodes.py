@@ -296,6 +296,12 @@ def waits(node: Node) -> bool:
 _WAITS = ("_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors")
 
 
+def gathers(node: Node) -> bool:
+    """Whether a node begins a communication that puts together the parts of all processes, and writes no operand."""
+    overload = schema_of(node)
+    return overload is not None and overload._schema.name == "_c10d_functional::all_gather_into_tensor"
+
+
 def must_be_awaited(node: Node) -> bool:
     """Whether a node begins a communication that ends only with a wait for it."""
     overload = schema_of(node)

@@ -74,7 +74,7 @@ def timeline_of(
     costs = Costs(
         sizes={index: nbytes for index, nbytes in sizes.items() if index in made},
         workspace={plan.nodes[name]: nbytes for name, nbytes in {**plan.workspace, **workspace}.items()},
-        work={node: _work(node, facts, sizes) for node in plan.schedule}.__getitem__,
+        work={node: work_of(node, facts, sizes) for node in plan.schedule}.__getitem__,
         pure=is_pure,
         stays=facts.handed_out,
         captured=frozenset(captured),
@@ -96,7 +96,7 @@ def is_pure(node: Node) -> bool:
     return computes and not draws_numbers(node)
 
 
-def _work(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
+def work_of(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
     """What a run of a node costs, in bytes moved: those that it touches, and operations by torch's own formulas."""
     moved = sum(sizes.get(index, 0) for index in facts.touched(node) | facts.of(node))
     overload = schema_of(node)
@@ -138,7 +138,8 @@ def _with_runs(plan: ProgramPlan, timeline: Timeline) -> ProgramPlan:
         verdicts={name: plan.verdicts[original] for name, original in originals.items()},
         cut=replace(plan.cut, partitions=partitions),
         workspace={n: plan.workspace[original] for n, original in originals.items() if original in plan.workspace},
-        repeated=tuple(
+        repeated=plan.repeated
+        + tuple(
             Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), timeline.costs.work(run.node))
             for run, name in zip(runs, rebuilt.names, strict=True)
             if run.is_again

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import networkx as nx
 
 # Bytes by which the peak may rise in any case, whatever the budget says.
-_NEGLIGIBLE = 1 << 20
+NEGLIGIBLE = 1 << 20
 
 
 def cut(
@@ -31,6 +31,7 @@ def cut(
     facts: StorageFacts | None = None,
     sizes: Mapping[int, int] | None = None,
     peak_budget: float = 1.1,
+    negligible: int = NEGLIGIBLE,
 ) -> Cut:
     """Order the work and group it into partitions, with the fewest captured ones.
 
@@ -54,6 +55,7 @@ def cut(
         facts: what each node reads and writes.
         sizes: bytes of the allocated storages that the program does not return; without them memory is ignored.
         peak_budget: the allowed ratio of the peak to that of program order.
+        negligible: bytes by which it may rise in any case.
     """
     work = _Work.of(dependencies, verdicts)
     fewest = work.grouped(_fewest(work, range(len(work))))
@@ -74,7 +76,7 @@ def cut(
         if len(in_order) == len(fewest):
             equal.append(in_order)
         chosen = min(equal, key=peak_of)
-        allowed = max(peak_budget * order_peak, order_peak + _NEGLIGIBLE)
+        allowed = max(peak_budget * order_peak, order_peak + negligible)
         pieces = 1
         while (peak := peak_of(chosen)) > allowed and chosen is not in_order:
             pieces *= 2

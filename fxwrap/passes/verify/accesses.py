@@ -82,7 +82,7 @@ class Accesses:
         """A communication reads its operands and fills its results from its call to the wait for it."""
         operands_of: dict[Root, frozenset[Root]] = {}
         for node in self.graph.nodes:
-            name = _qualified_name(node)
+            name = qualified_name(node)
             if name.split("::")[0] not in _COMMUNICATION:
                 continue
             operands = self.roots_in((node.args, node.kwargs))
@@ -117,7 +117,7 @@ class Accesses:
             self._elements[node] = elements
             return frozenset().union(*elements)
         schema = _schema(node)
-        if _qualified_name(node) in _WAITS:
+        if qualified_name(node) in _WAITS:
             operand = (*node.args, *node.kwargs.values())[0]
             if isinstance(operand, (tuple, list)):
                 self._elements[node] = [self.roots_in(item) for item in operand]
@@ -141,7 +141,7 @@ class Accesses:
         return roots
 
     def _declared_aliases(self, node: Node, schema: Any) -> frozenset[Root]:
-        if schema is None or _qualified_name(node) in _RECEIVERS:
+        if schema is None or qualified_name(node) in _RECEIVERS:
             undeclared = is_work(node) and node.target is not launch
             return self.roots_in((node.args, node.kwargs)) if undeclared else frozenset()
         labels = {label for r in schema.returns if r.alias_info for label in r.alias_info.before_set}
@@ -165,7 +165,7 @@ class Accesses:
             schema = _schema(node)
             if schema is None or _draws(schema, node):
                 random.append(node)
-            communicates = _qualified_name(node).split("::")[0] in _COMMUNICATION
+            communicates = qualified_name(node).split("::")[0] in _COMMUNICATION
             declared = communicates or "effect" in node.meta
             if schema is None or declared or not (schema.returns or self.written(node)):
                 effects.append(node)
@@ -226,7 +226,7 @@ class Accesses:
             return self.roots_in([node.args[1 + position] for position in kernel.writes])
         if node.target in CALL_SUBGRAPHS:
             return self._run_subgraphs(node)[0]
-        schema, name = _schema(node), _qualified_name(node)
+        schema, name = _schema(node), qualified_name(node)
         if schema is None or name in _WAITS or name in _RECEIVERS:
             return self.roots_in((node.args, node.kwargs))
         return frozenset().union(
@@ -301,7 +301,7 @@ def may_keep_operands(node: Node) -> bool:
     """Whether a node runs foreign code, which may keep a reference to what it is given."""
     if node.target in CALL_SUBGRAPHS:
         return any(may_keep_operands(inner) for gm in called(node) for inner in gm.graph.nodes)
-    foreign = _qualified_name(node).split("::")[0] not in _COMPUTING
+    foreign = qualified_name(node).split("::")[0] not in _COMPUTING
     return is_work(node) and node.target is not launch and foreign
 
 
@@ -314,7 +314,7 @@ def may_differ_again(node: Node) -> bool:
         return any(may_differ_again(inner) for gm in called(node) for inner in gm.graph.nodes)
     operands = [node.meta.get("val"), *(arg.meta.get("val") for arg in node.all_input_nodes)]
     devices = {val.device.type for val in operands if isinstance(val, torch.Tensor)}
-    name = _qualified_name(node).split("::")[-1].lstrip("_")
+    name = qualified_name(node).split("::")[-1].lstrip("_")
     return bool(devices - {"cpu", "meta"}) and (name.startswith(_ADDING) or name.endswith("_backward"))
 
 
@@ -323,7 +323,7 @@ def _schema(node: Node) -> Any:
     return overload._schema if overload is not None else None
 
 
-def _qualified_name(node: Node) -> str:
+def qualified_name(node: Node) -> str:
     schema = _schema(node)
     return schema.name if schema is not None else ""
 

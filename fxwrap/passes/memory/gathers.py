@@ -1,0 +1,90 @@
+"""PLAN: drops what was gathered from other processes between its uses, and gathers it again, within ``memory_limit``.
+
+::
+
+    w0 = gather(s0)                       w0 = gather(s0)
+    y0 = mm(x, w0)                        y0 = mm(x, w0)                       w0 is free from here
+    w1 = gather(s1)                       w1 = gather(s1)
+    y1 = mm(y0, w1)          ->           y1 = mm(y0, w1)
+    d1 = mm_backward(y1, w1)              d1 = mm_backward(y1, w1)
+    d0 = mm_backward(d1, w0)              w0_again = gather(s0)
+                                          d0 = mm_backward(d1, w0_again)
+
+Parameters that lie in parts with several processes are so in memory one layer at a time, as with
+``FullyShardedDataParallel``. It is done wherever something else is gathered between two uses, whatever the limit:
+all processes must communicate alike, and a choice by bytes could be another one in each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+from torch.fx import GraphModule
+
+from ...host_graph.nodes import Kind, gathers, kind_of, waits
+from ...host_graph.storages import StorageFacts
+from ...limit import Repeated
+from .fit import is_pure, work_of
+from .rebuilt import Rebuilt
+from .rematerialise import again
+from .timeline import Costs, Run, Timeline
+
+# All work is one partition: nothing is cut yet.
+_WHOLE = 0
+
+
+def gather_again(
+    gm: GraphModule, facts: StorageFacts, sizes: Mapping[int, int], groups: Mapping[int, int]
+) -> tuple[GraphModule, tuple[Repeated, ...]]:
+    """Gather what lies with several processes anew before each use, where something else was gathered since the last.
+
+    Args:
+        sizes: bytes of storages.
+        groups: inputs that may overlap (``analysis.aliasing.overlap_groups``).
+
+    Returns:
+        The graph, which is the given one if nothing is gathered again, and the nodes that run again.
+    """
+    work = [node for node in gm.graph.nodes if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)]
+    if not any(map(gathers, work)):
+        return gm, ()
+    made = facts.made()
+    costs = Costs(
+        sizes={index: nbytes for index, nbytes in sizes.items() if index in made},
+        workspace={},
+        work={node: work_of(node, facts, sizes) for node in work}.__getitem__,
+        pure=lambda node: gathers(node) or waits(node) or is_pure(node),
+        stays=facts.handed_out,
+        captured=frozenset([_WHOLE]),
+    )
+    timeline = Timeline.of([work], facts, costs, groups)
+    gathering = [run for run in timeline.runs if gathers(run.node)]
+    todo = [version for run in gathering for version in run.makes]
+    while todo:
+        todo += _once_more(timeline, todo.pop(), gathering)
+    if not any(run.is_again for run in timeline.runs):
+        return gm, ()
+    rebuilt = Rebuilt(gm, facts, timeline.runs)
+    return rebuilt.module, tuple(
+        Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), costs.work(run.node))
+        for run, name in zip(timeline.runs, rebuilt.names, strict=True)
+        if run.is_again
+    )
+
+
+def _once_more(timeline: Timeline, version: int, gathering: Sequence[Run]) -> list[int]:
+    """Gather a version again in its first gap in which something else is gathered. Returns the new version."""
+    if version in timeline.costs.stays:
+        return []
+    for begin, end in itertools.pairwise(timeline.uses[version]):
+        if waits(end.node) or not any(begin.place < run.place < end.place for run in gathering):
+            continue
+        found = again(timeline, version, end.place, begin.place)
+        if not found.runs:
+            return []
+        changed = timeline.repeated(found.runs, end)
+        timeline.apply(changed)
+        storage = timeline.storage_of.get(version, version)
+        return [new for new, of in changed.storage_of.items() if of == storage]
+    return []
