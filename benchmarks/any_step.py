@@ -30,7 +30,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from any_step_jax import jax_world_model
+from any_step_jax import jax_step
 from any_step_programs import PROGRAMS, Wrap
 from rich.console import Console
 from rich.table import Table
@@ -77,7 +77,7 @@ def sides_of(name: str) -> dict[str, Call]:
     sides = {backend: call(*make(compiled_by(backend))) for backend in (INDUCTOR, FXWRAP)}
     step, batch = make(as_written)
     sides[STEP] = call(fxwrap.train_step(step), batch)
-    if name == "world_model" and (jitted := jax_world_model()) is not None:
+    if (jitted := jax_step(name)) is not None:
         sides[JAX] = jitted
     return sides
 

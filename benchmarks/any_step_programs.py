@@ -154,8 +154,8 @@ def world_model(compiled: Wrap) -> Made:
 # -- images --------------------------------------------------------------------------------------------------------
 
 
-def gan(compiled: Wrap) -> Made:
-    """Convolutions on both sides, of 16 by 16 pixels."""
+def gan_modules() -> tuple[nn.Module, nn.Module]:
+    """A generator and a discriminator, with convolutions, of 16 by 16 pixels."""
     torch.manual_seed(0)
     generator = nn.Sequential(
         *(nn.Linear(32, 512), nn.Unflatten(1, (32, 4, 4)), nn.ReLU()),
@@ -167,6 +167,16 @@ def gan(compiled: Wrap) -> Made:
         *(nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2)),
         *(nn.Flatten(), nn.Linear(512, 1)),
     )
+    return generator, discriminator
+
+
+def gan_batch() -> tuple[Tensor, ...]:
+    """Pictures and noise, drawn after the modules."""
+    return torch.randn(16, 1, 16, 16).tanh(), torch.randn(16, 32)
+
+
+def gan(compiled: Wrap) -> Made:
+    generator, discriminator = gan_modules()
     g_optimizer = adam(generator.parameters(), compiled, 2e-4, betas=(0.5, 0.999))
     d_optimizer = adam(discriminator.parameters(), compiled, 2e-4, betas=(0.5, 0.999))
 
@@ -194,7 +204,7 @@ def gan(compiled: Wrap) -> Made:
         g_optimizer.step()
         return d_loss.detach(), g_loss.detach()
 
-    return step, (torch.randn(16, 1, 16, 16).tanh(), torch.randn(16, 32))
+    return step, gan_batch()
 
 
 def distillation(compiled: Wrap) -> Made:
@@ -234,10 +244,21 @@ def distillation(compiled: Wrap) -> Made:
 # -- a gradient of gradients ---------------------------------------------------------------------------------------
 
 
-def maml(compiled: Wrap) -> Made:
-    """Four tasks of regression, two steps of the inner loop, second derivatives."""
+def maml_model() -> nn.Module:
     torch.manual_seed(0)
-    model = mlp(1, 40, 1, hidden=2)
+    return mlp(1, 40, 1, hidden=2)
+
+
+def maml_batch() -> tuple[Tensor, ...]:
+    """Inputs and results of four tasks of regression, to adapt to and to be judged by; drawn after the model."""
+    x, shift = torch.rand(4, 20, 1) * 10 - 5, torch.rand(4, 1, 1) * 3
+    y = torch.sin(x + shift)
+    return x[:, :10], y[:, :10], x[:, 10:], y[:, 10:]
+
+
+def maml(compiled: Wrap) -> Made:
+    """Two steps of the inner loop for each task, second derivatives."""
+    model = maml_model()
     optimizer = adam(model.parameters(), compiled)
 
     def loss_of(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -261,9 +282,7 @@ def maml(compiled: Wrap) -> Made:
         optimizer.step()
         return loss.detach()
 
-    x, shift = torch.rand(4, 20, 1) * 10 - 5, torch.rand(4, 1, 1) * 3
-    y = torch.sin(x + shift)
-    return step, (x[:, :10], y[:, :10], x[:, 10:], y[:, 10:])
+    return step, maml_batch()
 
 
 # -- reinforcement learning ----------------------------------------------------------------------------------------
