@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from .features.limits.limit_memory import limit_memory
     from .features.suspend.suspend import resume, suspend
     from .features.train_step.train_step import TrainStep, train_step
+    from .features.train_step.written.averaged import no_sync
+    from .features.train_step.written.sharding import shard_parameters
     from .features.train_step.written.step_if import step_if
     from .features.train_step.written.written_step import WrittenStep
     from .inspection.explanation import Explanation
@@ -97,6 +99,7 @@ __all__ = [
     "limit_memory",
     "load",
     "mark_bucket",
+    "no_sync",
     "plan_memory",
     "record",
     "register_device",
@@ -104,6 +107,7 @@ __all__ = [
     "report",
     "resume",
     "save",
+    "shard_parameters",
     "stats",
     "step_if",
     "suspend",
@@ -134,7 +138,8 @@ _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
 _LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
 _LAZY.update(WrittenStep=".features.train_step.written.written_step")
-_LAZY.update(step_if=".features.train_step.written.step_if")
+_LAZY.update(step_if=".features.train_step.written.step_if", no_sync=".features.train_step.written.averaged")
+_LAZY.update(shard_parameters=".features.train_step.written.sharding")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,7 @@
-"""Two processes of ``torch.distributed``: a test runs both, a worker is one of them.
+"""Processes of ``torch.distributed``, two or more: a test runs them, a worker is one of them.
 
-A worker is a script, ``worker.py <scenario> <rank> <store>``, that calls ``take_part``. It makes the comparisons.
+A worker is a script, ``worker.py <scenario> <rank> <store> <world>``, that calls ``take_part``. It makes the
+comparisons.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ needs_gloo = pytest.mark.skipif(
 )
 
 
-def run_both(worker: Path, scenario: str, folder: Path) -> None:
-    """Run a scenario in two processes; they meet in a file."""
-    logs = [folder / f"rank{rank}.txt" for rank in range(WORLD)]
+def run_both(worker: Path, scenario: str, folder: Path, world: int = WORLD) -> None:
+    """Run a scenario in so many processes; they meet in a file."""
+    logs = [folder / f"rank{rank}.txt" for rank in range(world)]
     running: list[BaseProcess] = []
     try:
         for rank, log in enumerate(logs):
-            arguments = (str(worker), scenario, str(rank), str(folder / "store"))
+            arguments = (str(worker), scenario, str(rank), str(folder / "store"), str(world))
             running.append(processes.start(arguments, log, log, OMP_NUM_THREADS="1"))
         deadline = time.monotonic() + TIMEOUT_S
         while any(process.exitcode is None for process in running) and time.monotonic() < deadline:
@@ -48,7 +49,7 @@ def run_both(worker: Path, scenario: str, folder: Path) -> None:
         for process in running:
             process.kill()
             process.join()
-    if codes != [0] * WORLD:
+    if codes != [0] * world:
         said = "\n".join(
             f"-- rank {rank}, {'killed' if code is None else f'exit code {code}'}:\n{log.read_text(errors='replace')}"
             for rank, (code, log) in enumerate(zip(codes, logs, strict=True))
@@ -57,12 +58,12 @@ def run_both(worker: Path, scenario: str, folder: Path) -> None:
 
 
 def take_part(scenarios: Mapping[str, Callable[[int], None]]) -> None:
-    """Be one of the two processes, as the command line says. A scenario is called with the process's rank."""
-    scenario, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    """Be one of the processes, as the command line says. A scenario is called with the process's rank."""
+    scenario, rank, store, world = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     dist.init_process_group(
-        "gloo", store=dist.FileStore(store, WORLD), rank=rank, world_size=WORLD, timeout=COLLECTIVE
+        "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=COLLECTIVE
     )
     scenarios[scenario](rank)
     # Nobody leaves while the other may still ask for something.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
 from ...errors import TrainStepError
+from .codegen.wrapped_tensors import flat
 
 
 def check_group(group: object) -> None:
@@ -36,14 +37,19 @@ def check_group(group: object) -> None:
     )
 
 
-def begin_alike(model: torch.nn.Module, optimizer: Optimizer, accumulate: int, group: dist.ProcessGroup) -> None:
+def begin_alike(
+    modules: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer], accumulate: int, group: dist.ProcessGroup
+) -> None:
     """Give all processes the first one's parameters and buffers, in place, as DistributedDataParallel does it.
 
     Raises:
         TrainStepError: processes train different things; they would wait for one another. All raise it.
     """
-    lines = "\n".join([f"accumulate={accumulate}", *_described(model, optimizer)])
-    device = next(iter(_tensors(model, optimizer))).device
+    tensors = _tensors(modules, optimizers)
+    if not tensors:
+        return
+    lines = "\n".join([f"accumulate={accumulate}", *_described(modules, optimizers)])
+    device = next(iter(tensors)).device
     described = [text.split("\n") for text in _gathered(lines, group, device)]
     for rank, other in enumerate(described):
         pairs = itertools.zip_longest(described[0], other, fillvalue="nothing more")
@@ -55,7 +61,7 @@ def begin_alike(model: torch.nn.Module, optimizer: Optimizer, accumulate: int, g
                 remedy="make them alike; only values may differ, of which those of process 0 are taken",
             )
     with torch.no_grad():
-        for tensor in _tensors(model, optimizer):
+        for tensor in flat(tensors):
             whole = tensor.detach().contiguous()  # in another process its strides may be others
             dist.broadcast(whole, group=group, group_src=0)
             if whole.data_ptr() != tensor.data_ptr():
@@ -74,16 +80,19 @@ def _gathered(text: str, group: dist.ProcessGroup, device: torch.device) -> list
     return [bytes(one[: int(size)].tolist()).decode() for one, size in zip(texts, sizes, strict=True)]
 
 
-def _tensors(model: torch.nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, None]:
-    """What is trained, in the order in which gradients are averaged, and what else the model has."""
-    trained = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return dict.fromkeys([*trained, *model.parameters(), *model.buffers()])
+def _tensors(modules: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]) -> dict[torch.Tensor, None]:
+    """What is trained, in the order in which gradients are averaged, and what else modules have."""
+    trained = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    own = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return dict.fromkeys([*trained, *own])
 
 
-def _described(model: torch.nn.Module, optimizer: Optimizer) -> Iterator[str]:
-    names = {tensor: name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    trained = {p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    for tensor in _tensors(model, optimizer):
+def _described(modules: Sequence[torch.nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[str]:
+    named = (pair for module in modules for pair in (*module.named_parameters(), *module.named_buffers()))
+    names = {tensor: name for name, tensor in reversed(list(named))}  # that in the outermost module
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    trained = {p for group in groups for p in group["params"] if p.requires_grad}
+    for tensor in _tensors(modules, optimizers):
         name = names.get(tensor, "a parameter that is not the model's")
         kind = str(tensor.dtype).removeprefix("torch.")
         yield f"{name}: {kind}{list(tensor.shape)}{', trained' if tensor in trained else ''}"

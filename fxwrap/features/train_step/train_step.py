@@ -49,6 +49,7 @@ def train_step(
     modules: Sequence[torch.nn.Module] = (),
     optimizers: Sequence[Optimizer] = (),
     memory_limit: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> WrittenStep: ...
@@ -123,10 +124,10 @@ def train_step(
             ``torch.nn.utils.clip_grad_norm_``.
         accumulate: with ``loss``: how many calls make one update. Gradients are averages over as many micro-batches.
         memory_limit: the most memory that a step may take beside parameters, state and batch: bytes, or "6GiB".
-        group: with ``loss``: the processes that train together, each with batches of its own, such as
+        group: the processes that train together, each with batches of its own, such as
             ``torch.distributed.group.WORLD`` (which is None before ``init_process_group``). Now, all take over
             parameters and buffers of the first. Updates are made of averages of all processes' gradients, so that
-            parameters stay equal.
+            parameters stay equal; a written step averages them at the end of each ``backward()``.
         dynamic: as for ``torch.compile``: None for sizes that have varied.
         options: as for ``torch.compile(..., backend="fxwrap")``.
 
@@ -142,7 +143,7 @@ def train_step(
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}
     if loss is None and optimizer is None and not isinstance(model, torch.nn.Module):
-        alone = {"clip_norm": clip_norm is not None, "accumulate": accumulate != 1, "group": group is not None}
+        alone = {"clip_norm": clip_norm is not None, "accumulate": accumulate != 1}
         if wrong := [name for name, given in alone.items() if given]:
             raise TrainStepError(
                 f"{', '.join(wrong)} of train_step",
@@ -150,7 +151,7 @@ def train_step(
                 got="a step as it is written",
                 remedy="write it in the step, such as torch.nn.utils.clip_grad_norm_",
             )
-        return WrittenStep(model, modules, optimizers, dynamic, options)
+        return WrittenStep(model, modules, optimizers, group, dynamic, options)
     if modules or optimizers:
         raise TrainStepError(
             "modules and optimizers of train_step",
@@ -200,7 +201,7 @@ class TrainStep:
         self._settings, self._options = (clip_norm, accumulate, group, dynamic), options
         self._refuse(refusals(model, loss, optimizer))
         if group is not None:
-            begin_alike(model, optimizer, accumulate, group)
+            begin_alike([model], [optimizer], accumulate, group)
         self._slots, self._numbers = Slots(), Numbers()
         self._seen: Snapshot | None = None
         self._first_rates: FirstRates | None = None

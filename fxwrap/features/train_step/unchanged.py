@@ -1,4 +1,4 @@
-"""Calls of a training step that leave everything as it was: for ``record``, ``explain`` and dry runs."""
+"""Calls of a training step that leave everything as it was: for ``record``, ``explain``, dry runs, checks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,33 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ...graphs.copies import Generators
 
-@contextlib.contextmanager
-def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put back what tensors hold, and random numbers, when the context ends; also after an error.
+
+class Kept:
+    """What tensors hold, and random numbers, as they are now.
 
     Whole storages are kept, on the host: a device that is filled by parameters and states has no room for them twice.
     """
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    devices = {storage.device for storage in storages.values() if storage.device.type != "cpu"}
-    device_type = next((device.type for device in devices), "cuda")
-    copies = [storage.cpu() if storage.device.type != "cpu" else storage.clone() for storage in storages.values()]
-    with torch.random.fork_rng(devices=[device.index or 0 for device in devices], device_type=device_type):
-        try:
-            yield
-        finally:
-            for storage, copy in zip(storages.values(), copies, strict=True):
-                storage.copy_(copy)
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = list({one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}.values())
+        self._copies = [one.cpu() if one.device.type != "cpu" else one.clone() for one in self._storages]
+        devices = {storage.device for storage in self._storages} or {torch.device("cpu")}
+        self._generators = [Generators(device) for device in devices]
+
+    def put_back(self) -> None:
+        for storage, copy in zip(self._storages, self._copies, strict=True):
+            storage.copy_(copy)
+        for generators in self._generators:
+            generators.set()
+
+
+@contextlib.contextmanager
+def kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Put back what tensors hold, and random numbers, when the context ends; also after an error."""
+    before = Kept(tensors)
+    try:
+        yield
+    finally:
+        before.put_back()

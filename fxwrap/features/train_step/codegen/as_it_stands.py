@@ -53,6 +53,7 @@ from ....host_graph.user_code import last_frame, of_user
 from ..written.step_if import predicated
 from .random_numbers import RandomNumbers
 from .tracing_state import is_fake, without_autocast
+from .wrapped_tensors import any_wraps
 
 DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 # What a fake tensor raises that was given memory elsewhere, as by ``.data = ...``; older torch has none.
@@ -114,6 +115,12 @@ class Traced:
         del objects, notes
         # What only torch holds, nobody sees.
         return [owner for one in left if (owner := _owner(one, left))]
+
+    def rounding(self) -> float:
+        """The relative rounding of the least precise floating-point numbers in the graph; 0 if it has none."""
+        values = (value for node in self.gm.graph.nodes for value in tree_leaves(node.meta.get("val")))
+        dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor)}
+        return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
 
     def sizes_hold(self) -> Callable[[Sequence[torch.Tensor]], bool]:
         """Whether what was decided by sizes, in the trace and when it was compiled, holds for other arguments.
@@ -226,6 +233,8 @@ class _InPlaceOf(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if any_wraps(types):
+            return NotImplemented  # it calls operators on what is inside
         if func in _OF_CONSTANTS:
             return func(*args, **(kwargs or {}))
         given_args, given_kwargs = tree_map_only(torch.Tensor, self._fake, (tuple(args), dict(kwargs or {})))
@@ -265,7 +274,7 @@ def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any
     return tree_unflatten(list(results), structures[-1])
 
 
-_OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "higher_order", "mkldnn", "quantized"}
+_OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "_dtensor", "higher_order", "mkldnn", "quantized"}
 # What ``torch.tensor(3.0)`` calls with the constant.
 _OF_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 

@@ -7,9 +7,13 @@ import contextlib
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .wrapped_tensors import is_wrapped, parts_of
+
 
 def is_fake(value: object) -> bool:
     """Whether a value is one of a trace's."""
+    if isinstance(value, torch.Tensor) and is_wrapped(value):
+        return any(map(is_fake, parts_of(value)))
     return isinstance(value, (FakeTensor, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 

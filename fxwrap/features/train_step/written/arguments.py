@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..codegen.wrapped_tensors import is_wrapped, parts_of, wrapping_of
 from .found import PLAIN
 
 _LEAVES = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
@@ -69,10 +70,13 @@ class Kind:
         kinds, sizes, seen = list[Any](), [], dict[int, int]()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor):
+                if is_wrapped(leaf):
+                    kinds.append((wrapping_of(leaf), leaf.requires_grad))
                 # One tensor that is given twice is one in the program, too.
-                same = seen.setdefault(id(leaf), len(kinds)), known.get(id(leaf))
-                kinds.append((leaf.dtype, leaf.device, leaf.requires_grad, leaf.dim(), same))
-                sizes.append((leaf.shape, leaf.stride()))
+                for part in parts_of(leaf):
+                    same = seen.setdefault(id(part), len(kinds)), known.get(id(part))
+                    kinds.append((part.dtype, part.device, part.requires_grad, part.dim(), same))
+                    sizes.append((part.shape, part.stride()))
             else:
                 kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else Same(leaf)))
         return cls(tuple(kinds), tuple(sizes), structure, modes)

@@ -48,6 +48,7 @@ class Found:
         tables: dictionaries and lists whose values a program is made for, by name; of some only the values of keys.
         classes: classes and the attributes of theirs that code names, by the name of an object.
         cells: variables of closures, by name.
+        modules: those that are no part of another, and their parts.
         dictionaries: those whose keys and order count.
         attributes: of objects and modules; the code may ask whether there is one.
     """
@@ -57,6 +58,7 @@ class Found:
     tables: list[tuple[str, Any, tuple[Any, ...] | None]] = field(default_factory=list)
     classes: list[tuple[str, type, tuple[str, ...]]] = field(default_factory=list)
     cells: list[tuple[str, types.CellType]] = field(default_factory=list)
+    modules: list[torch.nn.Module] = field(default_factory=list)
     dictionaries: list[dict[Any, Any]] = field(default_factory=list)
     attributes: list[dict[str, Any]] = field(default_factory=list)
 
@@ -217,6 +219,7 @@ class _Search:
                     self.found.tensors.setdefault(tensor, f"{where}.{key}")
             # Tables of a module stay; what is in them is watched.
             self._parts.append((where, part))
+            self.found.modules.append(part)
             keys = tuple(key for key, value in vars(part).items() if not isinstance(value, (dict, set)))
             self.found.tables += [(f"{where}.", vars(part), keys), (f"{where}.", part._parameters, None)]
             self.found.tables += [(f"{where}.", part._buffers, None), (f"{where}.", part._modules, None)]

@@ -15,18 +15,21 @@ was used, and is not there in truth, the trace is made once more without it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
 import torch
 
+from ..codegen.wrapped_tensors import Wrapping, wrapping_of
+
 grad_of = attrgetter("grad")
 
 
 def layout_of(grad: torch.Tensor | None) -> object:
     """What a program is made for of a gradient; None if there is none."""
-    return None if grad is None else (grad.dtype, grad.shape, grad.stride())
+    return None if grad is None else (grad.dtype, grad.shape, grad.stride(), wrapping_of(grad))
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +64,9 @@ class Before:
         for parameter, real, grad in zip(self.parameters, self.real, self.grads, strict=True):
             yield parameter, grad, real is not None
 
-    def with_grad(self) -> list[torch.Tensor]:
-        """The parameters of ``tensors``."""
-        return [parameter for parameter, grad, _ in self.entries() if grad is not None]
+    def with_grad(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The gradients of ``tensors``, each behind its parameter."""
+        return [(parameter, grad) for parameter, grad, _ in self.entries() if grad is not None]
 
     def tensors(self) -> list[torch.Tensor]:
         return [grad for grad in self.grads if grad is not None]
@@ -97,13 +100,15 @@ class Gradients:
         cleared: those that have none afterwards.
         dropped: those that have one in the loop, which an optimizer has used, and that the step clears before it
             reads it: none, either.
-        made: those that get one; the program returns it.
+        made: those that get one; the program returns its parts.
+        wrapped: how these gradients are made of their parts.
     """
 
     there: Sequence[tuple[torch.Tensor, object]]
     cleared: Sequence[torch.Tensor]
     dropped: Sequence[torch.Tensor]
     made: Sequence[torch.Tensor]
+    wrapped: Sequence[Wrapping]
 
     def fit(self) -> bool:
         """Whether the gradients that a call uses are there, as they were traced, and no others."""
@@ -113,11 +118,17 @@ class Gradients:
         """Whether a call uses gradients that the one before has dropped."""
         return bool(self.there) and bool({id(parameter) for parameter, _ in self.there} & set(map(id, dropped)))
 
+    @functools.cached_property
+    def parts_made(self) -> int:
+        """How many tensors the program returns for these."""
+        return sum(wrapping.count for wrapping in self.wrapped)
+
     def apply(self, made: Sequence[torch.Tensor]) -> None:
-        """Set p.grad after a call."""
+        """Set p.grad after a call, to tensors that are made of these."""
         for parameter in self.cleared:
             parameter.grad = None
         for parameter in self.dropped:
             parameter.grad = None
-        for parameter, grad in zip(self.made, made, strict=True):
-            parameter.grad = grad
+        parts = iter(made)
+        for parameter, wrapping in zip(self.made, self.wrapped, strict=True):
+            parameter.grad = wrapping.around(parts)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..codegen.tracing_state import is_fake
+from ..codegen.wrapped_tensors import is_wrapped, parts_of, wrapping_of
 from ..refusals import PARAMETER_HOOKS
 from .found import PLAIN, Found, content_of
 
@@ -38,7 +39,9 @@ class SideEffects:
         self._cells = [(name, cell, content_of(cell, _MISSING)) for name, cell in found.cells]
         self._classes = [(name, cls, {key: vars(cls)[key] for key in keys}) for name, cls, keys in found.classes]
         # A view of each tensor, which keeps the memory that ``.data = ...`` would take from it.
-        self._memory = [(tensor, name, tensor.detach()) for tensor, name in found.tensors.items()]
+        self._memory = [
+            (part, name, part.detach()) for tensor, name in found.tensors.items() for part in parts_of(tensor)
+        ]
         self._required = [(tensor, tensor.requires_grad) for tensor in found.leaves()]
         self._hooks = [
             (tensor, table, dict(hooks))
@@ -163,8 +166,13 @@ def _has(table: Any, key: Any) -> bool:
 
 def _replaces(new: Any, old: torch.Tensor) -> bool:
     """Whether a tensor can be written to the one in whose place it is."""
-    same = isinstance(new, torch.Tensor) and new is not old and type(old) is torch.Tensor
-    return same and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
+    if not isinstance(new, torch.Tensor) or new is old or not (type(old) is torch.Tensor or is_wrapped(old)):
+        return False
+    return _kind_of(new) == _kind_of(old)
+
+
+def _kind_of(tensor: torch.Tensor) -> object:
+    return tensor.shape, tensor.dtype, tensor.device, wrapping_of(tensor) if is_wrapped(tensor) else None
 
 
 def _is_other(new: Any, old: Any) -> bool:

@@ -15,12 +15,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..codegen.as_it_stands import DATA_DECIDES, MOVED, Traced, traced, user_place
 from ..codegen.tracing_state import is_fake
+from ..codegen.wrapped_tensors import Wrapping, flat, parts_of
 from .arguments import arguments_of
 from .found import PLAIN, Found
 from .gradients import Before, Gradients, layout_of
 from .side_effects import AliasedError, SideEffects
 
-_TENSOR = object()
 # Of torch's error where a trace has to know a number of a tensor.
 _READS_NUMBER = "get value out of a tracing tensor"
 
@@ -31,15 +31,15 @@ class NotTraceable(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """The structure of what a step returns, and its leaves that are no tensors."""
+    """The structure of what a step returns, and its leaves: how they are made where they are tensors."""
 
     structure: Any
     leaves: Sequence[Any]
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """What the step returns, with tensors in their places."""
+        """What the step returns, made of these."""
         returned = iter(tensors)
-        leaves = [next(returned) if leaf is _TENSOR else leaf for leaf in self.leaves]
+        leaves = [leaf.around(returned) if isinstance(leaf, Wrapping) else leaf for leaf in self.leaves]
         return _filled(self.structure, leaves)
 
 
@@ -81,9 +81,9 @@ class TracedCall:
         """Trace the call.
 
         Args:
-            tensors: what the step reaches.
+            tensors: what the step reaches, those that are made of others by their parts.
             effects: notes what changes in Python's objects.
-            varying: for each argument that is a tensor, the dimensions whose sizes may vary.
+            varying: for each argument that is a tensor, or a part of one, the dimensions whose sizes may vary.
 
         Raises:
             NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
@@ -91,8 +91,9 @@ class TracedCall:
 
         def step(given: Sequence[torch.Tensor], is_used: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
             leaves = list(self._leaves)
-            for place, value in zip(self._places, given, strict=True):
-                leaves[place] = value
+            parts = iter(given)
+            for place in self._places:
+                leaves[place] = Wrapping.of(self._leaves[place]).around(parts)
             args, kwargs = arguments_of(leaves, self._structure)
             result, structure = tree_flatten(self._step(*args, **kwargs))
             asked = (place for place in self._places if self._leaves[place].requires_grad)
@@ -110,7 +111,7 @@ class TracedCall:
                         "tuples, lists and dictionaries"
                     )
             self.outputs = Outputs(
-                structure, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
+                structure, [Wrapping.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
             )
             with torch.no_grad():
                 # A tensor that is found may get another content below.
@@ -120,12 +121,12 @@ class TracedCall:
                 effects.write_back()
                 self._look_at_gradients(is_used)
             returned += [grad for parameter in self.gradients.made if (grad := parameter.grad) is not None]
-            return [tensor.detach() for tensor in returned]
+            return flat(tensor.detach() for tensor in returned)
 
-        given = [self._leaves[place] for place in self._places]
+        given = flat(self._leaves[place] for place in self._places)
         handle = register_optimizer_step_post_hook(self._note_step)
         try:
-            self.traced = traced(step, [*tensors, *self.before.tensors()], given, varying)
+            self.traced = traced(step, [*tensors, *flat(self.before.tensors())], given, varying)
         except DATA_DECIDES as error:
             raise NotTraceable(_decision(error)) from error
         except AliasedError:
@@ -155,7 +156,7 @@ class TracedCall:
         there: list[tuple[torch.Tensor, object]] = []
         cleared, dropped, made = [], [], []
         for parameter, grad, is_there in self.before.entries():
-            after, used = parameter.grad, grad is not None and is_used(grad)
+            after, used = parameter.grad, grad is not None and any(map(is_used, parts_of(grad)))
             if grad is None and (parameter.requires_grad or after is not None):
                 there.append((parameter, None))
             elif is_there and used:
@@ -174,7 +175,8 @@ class TracedCall:
                 dropped.append(parameter)
             else:
                 made.append(parameter)
-        self.gradients = Gradients(there, cleared, dropped, made)
+        wrapped = [Wrapping.of(grad) for parameter in made if (grad := parameter.grad) is not None]
+        self.gradients = Gradients(there, cleared, dropped, made, wrapped)
 
     def _note_step(self, optimizer: Optimizer, *_: Any) -> None:
         """An optimizer has used these gradients: what is left of them is of no use but to look at."""

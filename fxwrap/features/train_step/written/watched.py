@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of, wrapping_of
 from ..refusals import PARAMETER_HOOKS
 from .arguments import Same
 from .found import PLAIN, Found, content_of
@@ -40,6 +41,7 @@ class Watched:
         self._owners, self._keys = [owner for owner, _ in parts], [key for _, key in parts]
         self._cells = [cell for _, cell in found.cells]
         self._tensors, self._parameters = list(found.tensors), found.leaves()
+        self._wrapped = [tensor for tensor in self._tensors if is_wrapped(tensor)]
         self._ordered, self._attributes = found.dictionaries, found.attributes
         tables = (getattr(parameter, name, None) for parameter in self._parameters for name in PARAMETER_HOOKS)
         self._hooks = [table for table in tables if isinstance(table, dict)]
@@ -69,6 +71,7 @@ class Watched:
             itertools.chain.from_iterable(map(dict.values, self._dictionaries)),
             itertools.chain.from_iterable(self._lists),
             map(getitem, self._owners, self._keys),
+            flat(self._wrapped),
             map(_content, self._cells),
             itertools.chain.from_iterable(map(_of_parameter, self._parameters)),
             itertools.chain.from_iterable(map(dict.values, self._hooks)),
@@ -95,8 +98,10 @@ def shared_memory(found: Found) -> list[tuple[str, ...]]:
     """The names of tensors that lie in one storage, for each storage that several lie in."""
     storages: dict[int, list[str]] = {}
     for tensor, name in found.tensors.items():
-        if tensor.layout is torch.strided:
-            storages.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+        for part in parts_of(tensor):
+            if part.layout is not torch.strided:
+                continue
+            storages.setdefault(part.untyped_storage()._cdata, []).append(name)
     return [tuple(names) for names in storages.values() if len(names) > 1]
 
 
@@ -145,7 +150,7 @@ def _fact(value: Any, known: Mapping[int, int]) -> object:
 
 
 def _layout(tensor: torch.Tensor) -> object:
-    kind = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.layout, tensor.requires_grad, type(tensor)
+    kind = tensor.dtype, tensor.device, tuple(tensor.shape), tensor.layout, tensor.requires_grad, wrapping_of(tensor)
     return (*kind, tensor.stride()) if tensor.layout is torch.strided else kind
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import random
 import threading
@@ -13,20 +12,25 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ....backend import parsed
-from ....errors import FxwrapError, TrainStepError, limit_among
+from ....errors import CheckError, FxwrapError, TrainStepError, limit_among
 from ....graphs.compilation import Compilation
 from ....host_graph.user_code import described
 from ..codegen.as_it_stands import TRACING, compiled, is_tracing
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
+from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of
+from ..group import begin_alike, check_group
 from ..optimizers import move_to_parameters
-from ..unchanged import kept
 from .arguments import Kind, leaves_of
+from .averaged import averaged_gradients
+from .checked_calls import Checks, checked
 from .found import Found, found_in
 from .gradients import Before, Gradients, grad_of
+from .put_back import put_back
 from .settings import Settings
 from .side_effects import SideEffects
 from .traced_call import NotTraceable, Outputs, TracedCall
@@ -50,6 +54,7 @@ class _Program:
         outputs: makes what the step returns of the tensors that the program returns.
         compilation: keeps its programs in reports.
         modes: what modules' ``training`` is afterwards, where the step sets it.
+        rounding: of the least precise numbers in it, relative.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]
@@ -63,6 +68,7 @@ class _Program:
     compilation: Compilation
     autocast: bool
     modes: Sequence[tuple[dict[str, Any], bool]]
+    rounding: float
 
 
 class WrittenStep:
@@ -80,6 +86,7 @@ class WrittenStep:
         step: Callable[..., Any],
         modules: Sequence[torch.nn.Module],
         optimizers: Sequence[Optimizer],
+        group: dist.ProcessGroup | None,
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
@@ -96,21 +103,27 @@ class WrittenStep:
                     expected=f"a list of {kind.__module__}.{kind.__name__}",
                     got=type(wrong[0]).__name__,
                 )
-        parsed(options)  # wrong options are known now, and not at the first call
+        own_options, _ = parsed(options)  # wrong options are known now, and not at the first call
+        self._checks = Checks(own_options.value("checked"))
         self._step, self._modules, self._optimizers = step, list(modules), list(optimizers)
-        self._dynamic, self._options = dynamic, options
+        self._group, self._dynamic, self._options = group, dynamic, options
+        self._found = Found()
+        if group is not None:
+            check_group(group)
+            self._found = self._searched()
+            begin_alike(self._found.modules, list(self._found.optimizers.values()), 1, group)
         self.ordinary_calls: Counter[str] = Counter()
         self.traced: Counter[str] = Counter()
         self._programs: list[_Program] = []
         self._settings: Settings | None = None
         self._watched: Watched | None = None
-        self._found = Found()
         self._facts: Facts = ()
         self._tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}
         self._serving: dict[Kind, list[_Program]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
+        self._only_as_written = ""
         # A trace has other values in optimizers and p.grad. Calls of one step write the same tensors, anyway.
         self._one_at_a_time = threading.RLock()
         self.__name__ = getattr(step, "__name__", type(step).__name__)
@@ -122,6 +135,8 @@ class WrittenStep:
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._only_as_written:
+            return self._as_written(self._only_as_written, args, kwargs)
         if self._watched is None:
             result = self._as_written(FIRST, args, kwargs)
             return self._call(args, kwargs) if self._rehearses else result
@@ -129,6 +144,8 @@ class WrittenStep:
             self._look()
         leaves, structure = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(map(is_wrapped, given)):
+            given = flat(given)
         kind = Kind.of(leaves, structure, modes(), self._places)
         if (programs := self._serving.get(kind)) is None:
             programs = self._serving[kind] = [one for one in self._present() if self._serves(one, kind, given)]
@@ -138,7 +155,32 @@ class WrittenStep:
             if program is None:
                 result = self._as_written(NEW_STATE, args, kwargs)
                 return self._call(args, kwargs) if self._rehearses else result
+        if self._checks.due(program):
+            return self._checked(program, given, args, kwargs)
         return self._run(program, given)
+
+    def _checked(
+        self, program: _Program, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        dropped = self._dropped
+
+        def as_program() -> Any:
+            self._dropped = dropped
+            return self._run(program, given)
+
+        try:
+            return checked(
+                lambda: self._called(*args, **kwargs),
+                as_program,
+                self._searched,
+                given,
+                program.gradients.dropped,
+                program.rounding,
+                self.__name__,
+            )
+        except CheckError as error:
+            self._only_as_written = f"checked mode has found: {error.fault}"
+            raise
 
     def _run(self, program: _Program, given: list[torch.Tensor]) -> Any:
         gradients = program.gradients
@@ -147,7 +189,7 @@ class WrittenStep:
                 "it reads p.grad that the call before has left: a call that clears gradients before it reads them, "
                 "and steps with them, keeps none. Call zero_grad() in the step wherever gradients begin anew"
             )
-        inputs = [*self._tensors, *map(grad_of, program.having), *given]
+        inputs = [*self._tensors, *(flat(map(grad_of, program.having)) if program.having else ()), *given]
         try:
             if program.autocast:
                 with without_autocast():
@@ -161,12 +203,12 @@ class WrittenStep:
         for attributes, training in program.modes:
             attributes["training"] = training
         self._dropped = gradients.dropped
-        made = len(gradients.made)
+        made = gradients.parts_made
         gradients.apply(returned[len(returned) - made :])
         return program.outputs.of(returned[: len(returned) - made] if made else returned)
 
     def _as_written(self, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = self._step(*args, **kwargs)
+        result = self._called(*args, **kwargs)
         self.ordinary_calls[reason] += 1
         self._dropped = ()
         self._look()
@@ -174,19 +216,35 @@ class WrittenStep:
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(leaves, structure)
 
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """The step as it is written, with gradients that are averages over the group."""
+        if self._group is None:
+            return self._step(*args, **kwargs)
+        with averaged_gradients(self._found.leaves(), self._group):
+            return self._step(*args, **kwargs)
+
+    def _searched(self) -> Found:
+        return found_in(self._step, self._modules, self._optimizers)
+
     def _look(self) -> None:
         """Find what the step's code reaches now, and the programs that are for it."""
-        found = found_in(self._step, self._modules, self._optimizers)
+        found = self._searched()
         if any([move_to_parameters(optimizer) for optimizer in found.optimizers.values()]):
-            found = found_in(self._step, self._modules, self._optimizers)
+            found = self._searched()
         if self._settings is None or self._settings.optimizers != found.optimizers:
             self._settings = Settings(found.optimizers)
         self._settings.look()
         facts = [*facts_of(found), *self._settings.facts()]
         self._found, self._facts, self._watched = found, facts, Watched(found)
-        self._tensors = list({**found.tensors, **self._settings.tensors()})
+        self._tensors = list(self._named_tensors())
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
         self._serving = {}
+
+    def _named_tensors(self) -> dict[torch.Tensor, str]:
+        """The tensors that are inputs of every program, by their names; those that are made of others by parts."""
+        assert self._settings is not None
+        named = {**self._found.tensors, **self._settings.tensors()}
+        return {part: name for tensor, name in named.items() for part in parts_of(tensor)}
 
     def _present(self) -> list[_Program]:
         """The programs for what the step's code reaches now. Those that ask least of p.grad come first."""
@@ -221,10 +279,10 @@ class WrittenStep:
     def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> _Program | None:
         before = Before.of(self._found.leaves())
         with TRACING:
-            call = TracedCall(self._step, self._found, leaves, kind.structure, before.with_any())
+            call = TracedCall(self._called, self._found, leaves, kind.structure, before.with_any())
             made_state = self._traced(call, varying)
             if not made_state and call.needs_absent:
-                call = TracedCall(self._step, self._found, leaves, kind.structure, before)
+                call = TracedCall(self._called, self._found, leaves, kind.structure, before)
                 made_state = self._traced(call, varying)
             return None if made_state else self._compiled(call, kind, varying)
 
@@ -258,15 +316,21 @@ class WrittenStep:
 
     def _compiled(self, call: TracedCall, kind: Kind, varying: Sequence[Collection[int]]) -> _Program:
         assert self._settings is not None
-        names = {**self._found.tensors, **self._settings.tensors()}
-        parameters, trace = call.before.with_grad(), call.traced
-        used = [trace.is_used(len(names) + place) for place in range(len(parameters))]
-        # What is not used is no input: it would have to be there at each call.
-        trace = trace.without([len(names) + place for place, is_used in enumerate(used) if not is_used])
-        having = [parameter for parameter, is_used in zip(parameters, used, strict=True) if is_used]
-        shown = [*names.values(), *(f"{names[parameter]}.grad" for parameter in having)]
+        names, trace = self._named_tensors(), call.traced
+        having, shown, unused, place = [], list(names.values()), list[int](), len(names)
+        for parameter, grad in call.before.with_grad():
+            places = range(place, place + len(parts_of(grad)))
+            place = places.stop
+            if any(map(trace.is_used, places)):
+                having.append(parameter)
+                shown += [f"{self._found.tensors[parameter]}.grad"] * len(places)
+            else:  # as an input, it would have to be there at each call
+                unused += places
+        trace = trace.without(unused)
         compilation = Compilation()
-        options = {"inputs_apart": not shared_memory(self._found), **(self._options or {})}
+        # Checked calls draw the numbers that the step draws as it is written.
+        checks = {"fallback_random": True} if self._checks.every else {}
+        options = {"inputs_apart": not shared_memory(self._found), **checks, **(self._options or {})}
         program = _Program(
             compiled(trace, shown, options, compilation),
             self._facts,
@@ -279,6 +343,7 @@ class WrittenStep:
             compilation,
             autocast_is_on(),
             call.modes,
+            trace.rounding(),
         )
         self._programs.append(program)
         self._serving = {}
@@ -310,7 +375,8 @@ class WrittenStep:
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> WrittenStep:
         options = {**(self._options or {}), **(options or {})}
-        afresh = WrittenStep(self._step, self._modules, self._optimizers, self._dynamic, options)
+        afresh = WrittenStep(self._step, self._modules, self._optimizers, None, self._dynamic, options)
+        afresh._group = self._group
         afresh._rehearses = True  # it is called in a rehearsal of this one
         return afresh
 
@@ -321,20 +387,11 @@ class WrittenStep:
         A call that would run as it is written makes a program, too.
         """
         self._rehearses = True
-        found = found_in(self._step, self._modules, self._optimizers)
-        before, effects = Before.of(found.leaves()), SideEffects(found)
-        settings = [copy.copy(group) for o in found.optimizers.values() for group in o.param_groups]
         try:
-            with kept([*found.tensors, *before.tensors()]):
+            with put_back(self._searched()):
                 yield
         finally:
             self._rehearses = False
-            effects.undo()
-            for group, seen in zip(
-                (group for o in found.optimizers.values() for group in o.param_groups), settings, strict=True
-            ):
-                group.update(seen)
-            before.restore()
 
     def __repr__(self) -> str:
         return f"<fxwrap.WrittenStep of {self.__name__}>"
