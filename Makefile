@@ -26,7 +26,8 @@ export MINIMAL_CACHE ?= $(CACHES)/minimal
 WORKERS ?= 2
 # The longest first; two at a time.
 CUDA_TESTS := cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
-TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor $(CUDA_TESTS)
+TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor \
+	test-trainers $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
 # Reading libtorch's symbols takes the usual linker longer than a kernel takes to compile: another one, if there is one.
@@ -73,6 +74,11 @@ test-device test-own test-minimal:
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.
 test-models: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --device hostsim -m "sweep or not sweep" tests/test_models.py
+
+# Steps in transformers' Trainer and in Lightning. Once these are installed here, `make test` runs this file, too.
+test-trainers: $(VENV)/.installed-test
+	$(BIN)/pip install --quiet --constraint $(CONSTRAINTS) --editable ".[test,trainers]"
+	$(BIN)/python -m pytest tests/features/train_step/test_trainers.py
 
 # As a vendor would: a copy of the simulated accelerator under another name, built and put to the contract.
 test-vendor: $(VENV)/.installed-test

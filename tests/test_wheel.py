@@ -27,7 +27,7 @@ from fxwrap.torch_private.native_library import native_replay
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.compiler
 
-# What users ask for. The extra "test" is this environment, and "rivals" what a benchmark compares with.
+# What users ask for. "test" is this environment, "rivals" what a benchmark compares with, "trainers" of examples.
 EXTRAS = ("cli", "save", "page", "triton")
 
 SMOKE = """

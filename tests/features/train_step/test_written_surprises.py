@@ -267,6 +267,91 @@ def test_an_optimizer_that_counts_in_python() -> None:
     assert optimizer.state[model.weight]["step"] == 1
 
 
+class _Holder(optim.Optimizer):
+    """Hands its calls to another optimizer, as Accelerate's does, and makes nothing of its own."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.optimizer = inner
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    def step(self, closure: Any = None) -> None:
+        self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+
+class _Imitation:
+    """Has the class of another optimizer, too, as Lightning's has."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self._optimizer = inner
+        self.__class__ = type("Imitation", (_Imitation, type(inner)), {})  # type: ignore[assignment]
+
+    def step(self, closure: Any = None) -> None:
+        self._optimizer.step(closure)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+
+@pytest.mark.parametrize("kind", [_Holder, _Imitation])
+@pytest.mark.parametrize("given", [True, False])
+def test_an_optimizer_in_another(kind: Any, given: bool) -> None:
+    results = []
+    for compile_it in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        inner = optim.Adam(model.parameters(), 0.1)
+        outer = kind(inner)
+
+        def written(z: torch.Tensor, model: Any = model, outer: Any = outer) -> torch.Tensor:
+            return train(outer, model(z).square().mean())
+
+        step = fxwrap.train_step(written, optimizers=[outer] if given else []) if compile_it else written
+        losses = []
+        for number in range(6):
+            if number == 4:
+                inner.param_groups[0]["lr"] = 0.05
+            losses.append(step(x).clone())
+        results.append((losses, inner.state_dict()["state"]))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-4)
+    assert dict(step.traced) == {"first trace": 1}
+
+
+def test_a_first_update_with_a_state_that_was_loaded() -> None:
+    """A scheduler has the optimizer note its first step, which is not that of the first call."""
+    model, _ = net()
+    before = optim.Adam(model.parameters(), 0.1)
+    train(before, model(x).sum())
+    optimizer = optim.Adam(model.parameters(), 0.1)
+    optimizer.load_state_dict(before.state_dict())
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def written(z: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = model(z).sum()
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    step = fxwrap.train_step(written)
+    for number in range(6):
+        step(x, number % 2 == 1)
+        if number % 2 == 1:
+            scheduler.step()
+    assert optimizer.state[model.weight]["step"] == 4
+    assert dict(step.traced) == {"first trace": 1, "other arguments": 1}
+
+
 def test_tensors_that_change_places() -> None:
     held = types.SimpleNamespace(before=torch.tensor(0.0), now=torch.tensor(0.0))
 

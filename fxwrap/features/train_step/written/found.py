@@ -33,6 +33,8 @@ PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.d
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platlib", "purelib")})
 # What a GradScaler notes between its calls in one step; it begins anew at each step.
 _KEPT_APART = ("_per_optimizer_states",)
+# An optimizer's note, made for its scheduler, that there was a step; it is for a warning.
+STEPPED = "_opt_called"
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 # A container with more elements is data, and no part of a program.
 _LONGEST = 1000
@@ -89,6 +91,7 @@ class _Search:
         self._objects: list[tuple[str, Any]] = []
         self._parts: list[tuple[str, torch.nn.Module]] = []
         self._classes: list[tuple[str, type]] = []
+        self._asked: dict[type, set[str]] = {}  # the names that were looked up in a class
         self._kept: list[Any] = []  # so that no id is given to another object meanwhile
 
     def finish(self) -> Found:
@@ -141,7 +144,12 @@ class _Search:
         elif isinstance(value, torch.nn.Module):
             self._module(name, value)
         elif isinstance(value, Optimizer):
-            self._optimizer(name, value)
+            if wrapped := _wrapped_in(value):
+                self.found.tables.append((f"{name}.", vars(value), tuple(wrapped)))
+                for one in wrapped.values():
+                    self.visit(name, one)
+            else:
+                self._optimizer(name, value)
         elif isinstance(value, functools.partial):
             self.visit(name, value.func)
             for part in (*value.args, *value.keywords.values()):
@@ -190,8 +198,11 @@ class _Search:
         self._methods(name, value)
 
     def _methods(self, name: str, value: Any) -> None:
-        for key in list(self._names):
-            method = inspect.getattr_static(type(value), key, None)
+        kind = type(value)
+        new = self._names - self._asked.setdefault(kind, set())
+        self._asked[kind] |= new
+        for key in new:
+            method = inspect.getattr_static(kind, key, None)
             if isinstance(method, (staticmethod, classmethod)):
                 method = method.__func__
             elif isinstance(method, property):
@@ -240,7 +251,7 @@ class _Search:
         tables = self.found.tables
         # ``load_state_dict`` gives it others of both. Optimizers of others may keep numbers in attributes.
         kinds = (*PLAIN, torch.Tensor)
-        own = (key for key, value in vars(optimizer).items() if isinstance(value, kinds))
+        own = (key for key, value in vars(optimizer).items() if isinstance(value, kinds) and key != STEPPED)
         tables.append((f"{name}.", vars(optimizer), ("param_groups", "state", *own)))
         for hooks in hooks_of_steps(optimizer):
             for hook in hooks.values():
@@ -275,6 +286,17 @@ def content_of(cell: types.CellType, default: Any = None) -> Any:
         return cell.cell_contents
     except ValueError:
         return default
+
+
+def _wrapped_in(optimizer: Optimizer) -> dict[str, Optimizer]:
+    """The optimizers that one hands its calls to, by attribute, as those of Accelerate and Lightning do.
+
+    Such a wrapper has neither groups nor hooks of its own.
+    """
+    own = vars(optimizer)
+    if "param_groups" in own:
+        return {}
+    return {key: value for key, value in own.items() if isinstance(value, Optimizer)}
 
 
 def _is_library(module: types.ModuleType) -> bool:

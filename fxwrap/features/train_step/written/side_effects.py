@@ -17,7 +17,7 @@ import torch
 from ..codegen.tracing_state import is_fake
 from ..codegen.wrapped_tensors import is_wrapped, parts_of, wrapping_of
 from ..refusals import PARAMETER_HOOKS
-from .found import PLAIN, Found, content_of
+from .found import PLAIN, STEPPED, Found, content_of
 
 
 class SideEffects:
@@ -86,7 +86,7 @@ class SideEffects:
             entries = dict(enumerate(before)) if isinstance(before, list) else before
             now = dict(enumerate(table)) if isinstance(table, list) else table
             changed = [key for key, old in entries.items() if key not in now or _is_other(now[key], old)]
-            added = [key for key in now if key not in keys] if keys is not None else []
+            added = [key for key in now if key not in keys and key != STEPPED] if keys is not None else []
             if not (changed or added):
                 continue
             if changed == ["training"] and not added and isinstance(now["training"], bool):

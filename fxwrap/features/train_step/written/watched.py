@@ -120,9 +120,10 @@ def _entries(found: Found) -> Iterator[tuple[str, object, Any]]:
             yield from ((name, f"[{place}]", value) for place, value in enumerate(table))
             continue
         for place, (key, value) in enumerate([(key, table[key]) for key in (table if keys is None else keys)]):
-            shown = key if isinstance(key, str) and name.endswith(".") else f"[{key!r}]"
-            shown = f"[{place}]" if not isinstance(key, (str, int)) else shown
-            yield name, shown, value
+            if isinstance(key, str) and name.endswith("."):
+                yield name, key, value
+            else:  # of a tensor, such as a state's key, even the text would take long
+                yield name, f"[{key!r}]" if isinstance(key, (str, int)) else f"[{place}]", value
     for name, owner, names in found.classes:
         yield from ((f"{name}.", key, vars(owner)[key]) for key in names)
     for name, cell in found.cells:
