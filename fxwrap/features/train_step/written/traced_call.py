@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -89,44 +90,12 @@ class TracedCall:
             NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
         """
 
-        def step(given: Sequence[torch.Tensor], is_used: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
-            leaves = list(self._leaves)
-            parts = iter(given)
-            for place in self._places:
-                leaves[place] = Wrapping.of(self._leaves[place]).around(parts)
-            args, kwargs = arguments_of(leaves, self._structure)
-            result, structure = tree_flatten(self._step(*args, **kwargs))
-            asked = (place for place in self._places if self._leaves[place].requires_grad)
-            if any(leaves[place].is_leaf and leaves[place].grad is not None for place in asked):
-                raise NotTraceable(
-                    "it adds to the gradient of an argument, which a replay does not: give it a tensor without "
-                    "requires_grad, and call requires_grad_() and torch.autograd.grad in the step"
-                )
-            if any(is_fake(leaf) and not isinstance(leaf, torch.Tensor) for leaf in result):
-                raise NotTraceable("it returns a number that is read from a tensor: return the tensor")
-            for leaf in result:
-                if not isinstance(leaf, (*PLAIN, torch.Tensor)):
-                    raise NotTraceable(
-                        f"it returns an object of type {type(leaf).__name__}: return tensors, numbers and texts, in "
-                        "tuples, lists and dictionaries"
-                    )
-            self.outputs = Outputs(
-                structure, [Wrapping.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
-            )
-            with torch.no_grad():
-                # A tensor that is found may get another content below.
-                returned = [
-                    leaf if is_fake(leaf) else leaf.clone() for leaf in result if isinstance(leaf, torch.Tensor)
-                ]
-                effects.write_back()
-                self._look_at_gradients(is_used)
-            returned += [grad for parameter in self.gradients.made if (grad := parameter.grad) is not None]
-            return flat(tensor.detach() for tensor in returned)
-
         given = flat(self._leaves[place] for place in self._places)
         handle = register_optimizer_step_post_hook(self._note_step)
         try:
-            self.traced = traced(step, [*tensors, *flat(self.before.tensors())], given, varying)
+            self.traced = traced(
+                functools.partial(self._call, effects), [*tensors, *flat(self.before.tensors())], given, varying
+            )
         except DATA_DECIDES as error:
             raise NotTraceable(_decision(error)) from error
         except AliasedError:
@@ -141,15 +110,36 @@ class TracedCall:
             raise NotTraceable(_decision(error)) from error
         finally:
             handle.remove()
-        if self.traced.faults or self.strangers:
-            raise NotTraceable("\n    ".join(dict.fromkeys([*self.traced.faults, *self.strangers])))
-        if self.traced.unknown:
-            lines = [
-                f"a tensor that is found in no module, optimizer, argument or variable of the step: "
-                f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}, used at {line}"
-                for tensor, line in self.traced.unknown[:5]
-            ]
-            raise NotTraceable("\n    ".join(dict.fromkeys(lines)))
+        if faults := [*self.traced.faults, *self.strangers] or [_used(*one) for one in self.traced.unknown[:5]]:
+            raise NotTraceable("\n    ".join(dict.fromkeys(faults)))
+
+    def _call(
+        self, effects: SideEffects, given: Sequence[torch.Tensor], is_used: Callable[[torch.Tensor], bool]
+    ) -> list[torch.Tensor]:
+        """The call as it is traced. Returns what the step returns, and gradients that it has made."""
+        leaves = list(self._leaves)
+        parts = iter(given)
+        for place in self._places:
+            leaves[place] = Wrapping.of(self._leaves[place]).around(parts)
+        args, kwargs = arguments_of(leaves, self._structure)
+        result, structure = tree_flatten(self._step(*args, **kwargs))
+        asked = (place for place in self._places if self._leaves[place].requires_grad)
+        if any(leaves[place].is_leaf and leaves[place].grad is not None for place in asked):
+            raise NotTraceable(
+                "it adds to the gradient of an argument, which a replay does not: give it a tensor without "
+                "requires_grad, and call requires_grad_() and torch.autograd.grad in the step"
+            )
+        _check_results(result)
+        self.outputs = Outputs(
+            structure, [Wrapping.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in result]
+        )
+        with torch.no_grad():
+            # A tensor that is found may get another content below.
+            returned = [leaf if is_fake(leaf) else leaf.clone() for leaf in result if isinstance(leaf, torch.Tensor)]
+            effects.write_back()
+            self._look_at_gradients(is_used)
+        returned += [grad for parameter in self.gradients.made if (grad := parameter.grad) is not None]
+        return flat(tensor.detach() for tensor in returned)
 
     def _look_at_gradients(self, is_used: Callable[[torch.Tensor], bool]) -> None:
         """Note what the trace has done to p.grad."""
@@ -189,6 +179,25 @@ class TracedCall:
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if (grad := parameter.grad) is not None:
                     self._stepped[id(parameter)] = id(grad), grad._version
+
+
+def _check_results(result: Sequence[Any]) -> None:
+    if any(is_fake(leaf) and not isinstance(leaf, torch.Tensor) for leaf in result):
+        raise NotTraceable("it returns a number that is read from a tensor: return the tensor")
+    for leaf in result:
+        if not isinstance(leaf, (*PLAIN, torch.Tensor)):
+            raise NotTraceable(
+                f"it returns an object of type {type(leaf).__name__}: return tensors, numbers and texts, in tuples, "
+                "lists and dictionaries"
+            )
+
+
+def _used(unknown: torch.Tensor, line: str) -> str:
+    dtype, shape = str(unknown.dtype).removeprefix("torch."), list(unknown.shape)
+    return (
+        "a tensor that is found in no module, optimizer, argument or variable of the step: "
+        f"{dtype}{shape}, used at {line}"
+    )
 
 
 def _decision(error: BaseException) -> str:
