@@ -113,6 +113,14 @@ class Gradients:
         """Whether a call uses gradients that the one before has dropped."""
         return bool(self.there) and bool({id(parameter) for parameter, _ in self.there} & set(map(id, dropped)))
 
+    def give_up(self) -> None:
+        """Before a call, let go of gradients that it makes anew and does not read.
+
+        A program that finds its outputs in use copies them from then on.
+        """
+        for parameter in self.made:
+            parameter.grad = None
+
     def apply(self, made: Sequence[torch.Tensor]) -> None:
         """Set p.grad after a call."""
         for parameter in self.cleared:
