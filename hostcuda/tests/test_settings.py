@@ -41,6 +41,23 @@ def test_torchs_own_kernels_are_launched_and_counted() -> None:
     assert lines == ["0.0 0 True", "True"]
 
 
+def test_products_are_there_without_a_library() -> None:
+    """HOSTCUDA_OPERATORS=0: products are issued, and are nodes of graphs, though there is no cuBLAS."""
+    lines = run(
+        """
+        import torch
+        matrix, row = torch.ones(4, 4, device="cuda"), torch.ones(4, device="cuda")
+        torch.nn.functional.linear(matrix, matrix, row)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            matrix @ matrix, torch.addmm(row, matrix, matrix)
+        print(hostcuda.counter("nodes_captured"), torch.mm(matrix, matrix).shape)
+        """,
+        HOSTCUDA_OPERATORS="0",
+    )
+    assert lines == ["2 torch.Size([4, 4])"]
+
+
 def test_functions_that_are_not_there_are_listed() -> None:
     """What torch looks up when it starts, and what nobody has ever heard of."""
     script = """
