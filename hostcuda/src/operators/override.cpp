@@ -1,6 +1,7 @@
 // Kernels at CUDA's dispatch key in place of torch's own. What allocates, views, copies bytes or waits stays torch's.
 #include "attention.h"
 #include "call.h"
+#include "recurrent.h"
 
 #include <ATen/ops/copy_native.h>
 
@@ -69,4 +70,5 @@ extern "C" __attribute__((visibility("default"))) void hostcuda_override_others(
   library.impl("copy_", TORCH_FN(copy_));
   library.impl("_foreach_copy_", TORCH_FN(foreach_copy_));
   register_attention(library);
+  register_recurrent(library);
 }
