@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from graphs import LATER_RULES
 from scripts import run, start
 
@@ -24,6 +27,19 @@ def test_nothing_is_computed() -> None:
     computed, nothing = run(WORK), run(WORK, HOSTCUDA_COMPUTE="0")
     assert computed == ["2.0 4.0 True", "1 1 1"]
     assert nothing == ["0.0 0.0 True", "1 1 1"]
+
+
+@pytest.mark.parametrize("setting", ["HOSTCUDA_COMPUTE", "HOSTCUDA_OPERATORS"])
+def test_what_was_compiled_without_numbers_is_found_by_nobody_else(setting: str, tmp_path: Path) -> None:
+    """Inductor computes constants on the device, and its cache has kernels with what came out."""
+    script = """
+        import torch
+        blend = torch.compile(lambda x, y: torch._foreach_lerp([x], [y], 0.25))
+        print(blend(torch.ones(4, device="cuda"), torch.full((4,), 5.0, device="cuda"))[0].tolist()[0])
+    """
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run(script, **cache, **{setting: "0"})
+    assert run(script, **cache) == ["2.0"]
 
 
 def test_torchs_own_kernels_are_launched_and_counted() -> None:
