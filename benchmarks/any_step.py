@@ -19,11 +19,9 @@ the median of the ratios of train_step to each other side in the same turn. Belo
 from __future__ import annotations
 
 import argparse
-import inspect
 import random
 import statistics
 import time
-import types
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -31,10 +29,10 @@ from typing import Any
 
 import torch
 from any_step_jax import jax_step
-from any_step_programs import PROGRAMS, Wrap
+from any_step_programs import PROGRAMS, as_written, compiled_by
 from rich.console import Console
 from rich.table import Table
-from timing import geometric_mean, own
+from timing import geometric_mean
 from torch import Tensor
 
 import fxwrap
@@ -49,24 +47,6 @@ _TURN_SECONDS = 0.05
 Call = Callable[[], Any]
 
 
-def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
-
-
-def compiled_by(backend: str) -> Wrap:
-    """Compiles a function, or the update of an optimizer, with a code object of its own."""
-
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        if not inspect.ismethod(function):
-            assert isinstance(function, types.FunctionType)
-            return torch.compile(own(function), backend=backend, dynamic=False)
-        # The update without what torch wraps around it takes a little less time.
-        optimizer, bare = function.__self__, inspect.unwrap(function.__func__)
-        return torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), backend=backend, dynamic=False))
-
-    return compiled
-
-
 def sides_of(name: str) -> dict[str, Call]:
     """A call that makes one step, for each side."""
 
@@ -74,7 +54,7 @@ def sides_of(name: str) -> dict[str, Call]:
         return lambda: step(*batch)
 
     make = PROGRAMS[name]
-    sides = {backend: call(*make(compiled_by(backend))) for backend in (INDUCTOR, FXWRAP)}
+    sides = {backend: call(*make(compiled_by(backend=backend))) for backend in (INDUCTOR, FXWRAP)}
     step, batch = make(as_written)
     sides[STEP] = call(fxwrap.train_step(step), batch)
     if (jitted := jax_step(name)) is not None:

@@ -8,11 +8,14 @@ a side that makes one program of the whole step, it returns what it is given.
 from __future__ import annotations
 
 import copy
+import inspect
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import own
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.func import functional_call, grad
@@ -22,6 +25,28 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Step = Callable[..., Any]
 Made = tuple[Step, tuple[Tensor, ...]]
+
+
+def as_written(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def compiled_by(**how: Any) -> Wrap:
+    """Compiles a function, or the update of an optimizer, with a code object of its own.
+
+    Args:
+        how: arguments of ``torch.compile``.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        if not inspect.ismethod(function):
+            assert isinstance(function, types.FunctionType)
+            return torch.compile(own(function), dynamic=False, **how)
+        # The update without what torch wraps around it takes a little less time.
+        optimizer, bare = function.__self__, inspect.unwrap(function.__func__)
+        return torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), dynamic=False, **how))
+
+    return compiled
 
 
 def updated_by(optimizer: Any, compiled: Wrap) -> Any:
@@ -70,11 +95,11 @@ def world_modules() -> tuple[World, nn.Module, nn.Module, nn.Module]:
     return world, actor, critic, copy.deepcopy(critic).requires_grad_(False)
 
 
-def world_batch() -> tuple[Tensor, ...]:
+def world_batch(length: int = LENGTH, horizon: int = HORIZON) -> tuple[Tensor, ...]:
     """Observations, actions, rewards, and noise of both losses."""
     torch.manual_seed(1)
-    shapes = [(EPISODES, LENGTH, OBSERVATION), (EPISODES, LENGTH, ACTION), (EPISODES, LENGTH)]
-    shapes += [(EPISODES, LENGTH, LATENT), (HORIZON, EPISODES * LENGTH, LATENT)]
+    shapes = [(EPISODES, length, OBSERVATION), (EPISODES, length, ACTION), (EPISODES, length)]
+    shapes += [(EPISODES, length, LATENT), (horizon, EPISODES * length, LATENT)]
     return tuple(torch.randn(shape) for shape in shapes)
 
 
@@ -83,7 +108,7 @@ def gaussian(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, F.softplus(raw) + 0.1
 
 
-def world_model(compiled: Wrap) -> Made:
+def world_model(compiled: Wrap, length: int = LENGTH, horizon: int = HORIZON) -> Made:
     world, actor, critic, target = world_modules()
     world_optimizer = adam(world.parameters(), compiled, 3e-4, eps=1e-5)
     actor_optimizer = adam(actor.parameters(), compiled, 8e-5, eps=1e-5)
@@ -92,8 +117,8 @@ def world_model(compiled: Wrap) -> Made:
     @compiled
     def world_loss(seen: Tensor, done: Tensor, rewards: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         state, latent = seen.new_zeros(EPISODES, WIDTH), seen.new_zeros(EPISODES, LATENT)
-        loss, states, latents = torch.zeros(()), [], []
-        for t in range(LENGTH):
+        loss, states, latents = seen.new_zeros(()), [], []
+        for t in range(length):
             state = world.cell(torch.cat([latent, done[:, t]], -1), state)
             guess, spread = gaussian(world.prior(state))
             mean, deviation = gaussian(world.posterior(torch.cat([state, seen[:, t]], -1)))
@@ -104,12 +129,12 @@ def world_model(compiled: Wrap) -> Made:
             loss = loss + F.mse_loss(world.reward(both)[:, 0], rewards[:, t])
             states.append(state)
             latents.append(latent)
-        return loss / LENGTH, torch.cat(states).detach(), torch.cat(latents).detach()
+        return loss / length, torch.cat(states).detach(), torch.cat(latents).detach()
 
     @compiled
     def actor_loss(state: Tensor, latent: Tensor, noise: Tensor) -> tuple[Tensor, ...]:
         starts, rewards, returns = [], [], []
-        for t in range(HORIZON):
+        for t in range(horizon):
             both = torch.cat([state, latent], -1)
             starts.append(both)
             state = world.cell(torch.cat([latent, torch.tanh(actor(both))], -1), state)
@@ -117,7 +142,7 @@ def world_model(compiled: Wrap) -> Made:
             latent = mean + deviation * noise[t]
             rewards.append(world.reward(torch.cat([state, latent], -1))[:, 0])
         value = target(starts[-1])[:, 0]
-        for t in reversed(range(HORIZON)):
+        for t in reversed(range(horizon)):
             value = rewards[t] + 0.95 * (0.05 * target(starts[t])[:, 0] + 0.95 * value)
             returns.append(value)
         stacked = torch.stack(returns[::-1])
@@ -148,7 +173,7 @@ def world_model(compiled: Wrap) -> Made:
                 slow.lerp_(fast, 0.02)
         return first.detach(), second.detach(), third.detach()
 
-    return step, world_batch()
+    return step, world_batch(length, horizon)
 
 
 # -- images --------------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from callers import (
     replace_data,
 )
 from gpu_place import Findings, Place, Skipped, host_microseconds, tensors_in
+from gpu_steps import mlps_step, step_within_a_limit, world_models_step
 from memory_peak import UNet, loss_of
 from torch import Tensor, nn
 
@@ -955,12 +956,16 @@ _GPUS = ("cuda", "xpu")
 def checks() -> dict[str, Entry]:
     """By name, in the order in which they run."""
     on_triton = functools.partial(Entry, only_on=_GPUS, because="its kernels are Triton's")
+    beside_trees = functools.partial(Entry, only_on=("cuda",), because="graph trees are CUDA's")
     segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {
         "launches counted": Entry(launches_are_counted),
         # These two hostcuda cannot tell.
         "host time": Entry(host_time),
         "peak memory": Entry(peak_memory, alone=True),
+        "training step, MLP": beside_trees(mlps_step),
+        "training step, world model": beside_trees(world_models_step),
+        "training step within a limit": beside_trees(step_within_a_limit, alone=True),
         "a larger second program": Entry(larger_second_program),
         "released and called again": Entry(released_and_called_again),
         "innocent after a syncing operator": Entry(innocent_after_syncing, alone=True),

@@ -7,9 +7,13 @@ On the CUDA device of host memory (hostcuda/README.md) with ``HOSTCUDA_OPERATORS
 nothing is computed. What is left of a call is what the host does: Dynamo's guards, the wrapper, copies of inputs,
 launching the graph. Each case runs in a process of its own, with five sides in turn: Inductor's wrapper,
 ``mode="reduce-overhead"``, fxwrap, the same bound (``fxwrap.bind``; of a training the forward; of a training
-with its update, ``fxwrap.train_step``), and the bare replay of one graph of the whole step, captured by hand from
-Inductor's wrapper. Figures are medians in microseconds a
-call; "over" is above the bare replay of the same turn. The ratios are fxwrap's and the bound one's to graph trees'.
+with its update and of the world model, ``fxwrap.train_step``), and the bare replay of one graph of the whole step,
+captured by hand from Inductor's wrapper. Figures are medians in microseconds a call; "over" is above the bare replay
+of the same turn. The ratios are fxwrap's and the bound one's to graph trees'.
+
+The world model's step of any_step_programs.py has two sides, graph trees and ``fxwrap.train_step``, as it leaves
+gradients between calls, which would lie in the memory of another side's programs. The bare replay is that of
+``train_step``'s own graphs.
 
 These are no times of a GPU: a launch takes what the host-memory device takes, for all sides alike.
 """
@@ -29,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from any_step_programs import as_written, compiled_by, world_model
 from timing import geometric_mean, own
 from torch import Tensor, nn
 
@@ -41,6 +46,8 @@ SIDES: dict[str, dict[str, Any]] = {
     "fxwrap": {"backend": "fxwrap"},
     "bound": {"backend": "fxwrap", "bound": True},
 }
+# Sides of a case that has not all of them.
+SOME = {"world model": ("trees", "bound")}
 RATIOS = {"fxwrap": "ratio", "bound": "bound ratio"}
 WIDTH, ROWS = 4096, 64
 WARM = 12
@@ -148,11 +155,21 @@ def training_and_update(how: Any) -> list[Step]:
     return [step]
 
 
+def world_model_step(how: Any) -> list[Step]:
+    """Three losses and three Adams, each compiled by itself. In place of a bound forward: ``train_step``."""
+    with torch.device("cuda"):
+        step, batch = world_model(as_written if "bound" in how else compiled_by(**how))
+    if "bound" in how:
+        step = fxwrap.train_step(step)
+    return [lambda: step(*batch)]
+
+
 CASES: dict[str, Callable[[Any], list[Step]]] = {
     "12 blocks": inference(12),
     "40 blocks": inference(40),
     "training": training,
     "training and update": training_and_update,
+    "world model": world_model_step,
     "5 moving inputs": moving_inputs,
     "3 kept outputs": kept_outputs,
     "2 shapes in turn": two_shapes,
@@ -173,6 +190,18 @@ def captured(steps: list[Step]) -> list[Step]:
             step()
         replays.append(graph.replay)
     return replays
+
+
+def own_graphs() -> list[Step]:
+    """The replays of all graphs that fxwrap has, as one step."""
+    recordings = [one for report in fxwrap.report().graphs for one in report.program.specializations.recordings()]
+    graphs = [graph for recording in recordings for graph in recording.graphs]
+
+    def replay() -> None:
+        for graph in graphs:
+            graph.replay()
+
+    return [replay]
 
 
 def in_turn(steps: list[Step], marks: bool) -> Step:
@@ -196,28 +225,35 @@ def microseconds(call: Step, calls: int, steps: int) -> float:
 
 
 def measure(name: str, turns: int, calls: int) -> dict[str, float]:
-    grad = name.startswith("training")
-    torch.set_grad_enabled(grad)
-    made = {side: CASES[name](how) for side, how in SIDES.items()}
-    count = len(made["fxwrap"])
+    torch.set_grad_enabled(name.startswith("training") or name == "world model")
+    made = {side: CASES[name](SIDES[side]) for side in SOME.get(name, SIDES)}
+    count = len(made["trees"])
     sides = {side: in_turn(steps, side == "trees") for side, steps in made.items()}
     for call in sides.values():
         for _ in range(WARM):
             call()
-    eager = sum(fxwrap.stats()["eager"].values())
-    sides["bare"] = in_turn(captured(made["inductor"]), False)
-    for call in sides.values():
+    sides["bare"] = in_turn(captured(made["inductor"]) if "inductor" in made else own_graphs(), False)
+    # In turn: what the calls of one side leave alive lies in the memory of another one's.
+    for call in [*sides.values()] * 3:
         microseconds(call, 20, count)
+    eager = sum(fxwrap.stats()["eager"].values())
     rows = [{side: microseconds(call, calls, count) for side, call in sides.items()} for _ in range(turns)]
     stats = fxwrap.stats()
     if sum(stats["eager"].values()) != eager:
         raise SystemExit(f"{name}: fxwrap ran eagerly while it was timed: {stats}")
     found = {side: statistics.median(row[side] for row in rows) for side in sides}
-    for side in SIDES:
+    for side in made:
         found[f"{side} over"] = statistics.median(row[side] - row["bare"] for row in rows)
     for side, ratio in RATIOS.items():
-        found[ratio] = found[f"{side} over"] / found["trees over"]
+        if side in made:
+            found[ratio] = found[f"{side} over"] / found["trees over"]
     return found
+
+
+def shown(row: dict[str, float], column: str) -> str:
+    if column not in row:
+        return "-"
+    return f"{row[column]:.2f}" if column in RATIOS.values() else f"{row[column]:.0f}"
 
 
 def main() -> None:
@@ -242,10 +278,11 @@ def main() -> None:
         environment = {**os.environ, "HOSTCUDA_OPERATORS": "0"}
         answer = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
         results[name] = row = json.loads(answer.splitlines()[-1])
-        figures = [f"{row[column]:.2f}" if column in RATIOS.values() else f"{row[column]:.0f}" for column in columns]
+        figures = [shown(row, column) for column in columns]
         print(f"| {name} | " + " | ".join(figures) + " |", flush=True)
     for side, ratio in RATIOS.items():
-        print(f"\ngeometric mean, {side} to trees: {geometric_mean(row[ratio] for row in results.values()):.2f}")
+        if having := [row[ratio] for row in results.values() if ratio in row]:
+            print(f"\ngeometric mean, {side} to trees: {geometric_mean(having):.2f}")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 

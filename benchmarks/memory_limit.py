@@ -180,7 +180,7 @@ def main() -> int:
             for budget, most in budgets(copy.deepcopy(model), inputs):
                 table.add_row(name, f"budget {budget}", "", f"{most / _MIB:.2f} ({most / 1e6:.1f} MB)")
         else:
-            loop = ordinary(copy.deepcopy(model), inputs, "inductor")
+            loop = ordinary(copy.deepcopy(model), inputs, backend="inductor")
             for _ in range(3):
                 loop()
             gradients = sum(p.numel() * p.element_size() for p in model.parameters())

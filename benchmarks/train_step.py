@@ -30,8 +30,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from speed_models import Made, gru, mlp, recommender
 from timing import geometric_mean, own
 from torch import Tensor, nn
@@ -103,11 +101,12 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
 
-def ordinary(model: nn.Module, inputs: tuple[Any, ...], backend: str) -> Callable[[], Any]:
+def ordinary(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> Callable[[], Any]:
+    """The loop, whose loss and update are compiled; ``how`` are arguments of ``torch.compile``."""
     optimizer = adamw(model)
-    loss_of = torch.compile(own(lambda *inputs: loss(model, *inputs)), backend=backend)
+    loss_of = torch.compile(own(lambda *inputs: loss(model, *inputs)), **how)
     bare: Any = inspect.unwrap(torch.optim.AdamW.step)
-    update = torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), backend=backend))
+    update = torch.no_grad()(torch.compile(own(lambda: bare(optimizer)), **how))  # type: ignore[call-arg]
 
     def step() -> Tensor:
         optimizer.zero_grad()
@@ -183,8 +182,8 @@ def made(name: str) -> tuple[dict[str, Callable[[], Any]], dict[str, nn.Module]]
     model, inputs = MODELS[name]()
     models = {one: copy.deepcopy(model) for one in (ORDINARY, OURS, ONE, STEP)}
     steps = {
-        ORDINARY: ordinary(models[ORDINARY], inputs, "inductor"),
-        OURS: ordinary(models[OURS], inputs, "fxwrap"),
+        ORDINARY: ordinary(models[ORDINARY], inputs, backend="inductor"),
+        OURS: ordinary(models[OURS], inputs, backend="fxwrap"),
         ONE: one_function(models[ONE], inputs),
         STEP: whole(models[STEP], inputs),
     }
@@ -220,6 +219,10 @@ def measure(steps: dict[str, Callable[[], Any]], seconds: float) -> dict[str, li
 
 
 def main() -> int:
+    # gpu_checks.py imports this module where torch is all that is installed.
+    from rich.console import Console
+    from rich.table import Table
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=10, help="for each model")

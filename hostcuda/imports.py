@@ -10,7 +10,7 @@ import importlib.abc
 import importlib.machinery
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +20,8 @@ from .library import runtime
 
 STARTUP = Path(__file__).absolute().parent / "startup"
 _TRITON = "triton.compiler.compiler"
+# A part of the keys of torch's caches.
+_CACHE_TAG, _NOT_COMPUTED = "TORCH_COMPILE_CACHE_KEY_TAG", "hostcuda computes nothing"
 
 
 def is_on() -> bool:
@@ -29,6 +31,11 @@ def is_on() -> bool:
 
 def wanted() -> bool:
     return os.environ.get("HOSTCUDA") != "0"
+
+
+def computes(given: Mapping[str, str]) -> bool:
+    """Whether kernels are computed in an environment."""
+    return "0" not in (given.get("HOSTCUDA_COMPUTE"), given.get("HOSTCUDA_OPERATORS"))
 
 
 def install() -> None:
@@ -48,15 +55,20 @@ def install() -> None:
     sys.meta_path.insert(0, _Finder())
 
 
-def environment(given: Any) -> dict[str, str]:
+def environment(given: Mapping[str, str]) -> dict[str, str]:
     """What a child needs to have the device, too."""
     paths = [path for path in given.get("PYTHONPATH", "").split(os.pathsep) if path]
     own = str(STARTUP)
-    return {
+    needed = {
         "PYTHONPATH": os.pathsep.join([own, *(path for path in paths if path != own)]),
         # Processes that compile kernels in advance would tell nobody which kernels they are.
         "TORCHINDUCTOR_COMPILE_THREADS": given.get("TORCHINDUCTOR_COMPILE_THREADS", "1"),
     }
+    tag = given.get(_CACHE_TAG, "")
+    if not computes(given) and not tag.endswith(_NOT_COMPUTED):
+        # Inductor computes constants on the device, and its cache would hand them to those that compute.
+        needed[_CACHE_TAG] = tag + _NOT_COMPUTED
+    return needed
 
 
 def _before_torch() -> None:

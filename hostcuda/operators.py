@@ -25,6 +25,8 @@ _KEPT = """
 KEPT = frozenset(_KEPT.split())
 # Those that choose a library of CUDA's, from which there is no way to a CPU kernel.
 ADDED = ("convolution", "convolution_backward")
+# Those that call a library of CUDA's, which is not there even where nothing is computed.
+PRODUCTS = frozenset(["mm", "addmm", "bmm", "baddbmm", "addmv", "dot", "_addmm_activation"])
 # Kinds of tensors that the device does not have.
 _WITHOUT = ("sparse", "quantiz", "nested")
 _CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -32,14 +34,20 @@ _library: Any = None
 
 
 def install(torch: Any) -> None:
-    """Take over the operators, and what chooses CUDA's libraries. ``HOSTCUDA_OPERATORS=0`` leaves them to torch."""
+    """Take over the operators, and what chooses CUDA's libraries.
+
+    ``HOSTCUDA_OPERATORS=0`` leaves all but products to torch.
+    """
     global _library  # noqa: PLW0603
-    if os.environ.get("HOSTCUDA_OPERATORS") == "0":
-        return
     names = sorted(computed(torch))
     _library = ctypes.CDLL(str(build.libraries() / build.OPERATORS))
+    if os.environ.get("HOSTCUDA_OPERATORS") == "0":
+        with _quietly():
+            _library.hostcuda_override("\n".join(name for name in names if name.split(".")[0] in PRODUCTS).encode())
+        return
     with _quietly():
         _library.hostcuda_override("\n".join([*names, *ADDED]).encode())
+        _library.hostcuda_override_others()
     torch._C._set_cudnn_enabled(False)
     torch._C._set_sdp_use_cudnn(False)
     # benchmarks/gpu.py asks a device for its own count of launches by this name.

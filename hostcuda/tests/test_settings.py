@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 from graphs import LATER_RULES
 from scripts import run, start
 
@@ -26,6 +29,19 @@ def test_nothing_is_computed() -> None:
     assert nothing == ["0.0 0.0 True", "1 1 1"]
 
 
+@pytest.mark.parametrize("setting", ["HOSTCUDA_COMPUTE", "HOSTCUDA_OPERATORS"])
+def test_what_was_compiled_without_numbers_is_found_by_nobody_else(setting: str, tmp_path: Path) -> None:
+    """Inductor computes constants on the device, and its cache has kernels with what came out."""
+    script = """
+        import torch
+        blend = torch.compile(lambda x, y: torch._foreach_lerp([x], [y], 0.25))
+        print(blend(torch.ones(4, device="cuda"), torch.full((4,), 5.0, device="cuda"))[0].tolist()[0])
+    """
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    run(script, **cache, **{setting: "0"})
+    assert run(script, **cache) == ["2.0"]
+
+
 def test_torchs_own_kernels_are_launched_and_counted() -> None:
     """HOSTCUDA_OPERATORS=0: host time. What was not computed is listed."""
     lines = run(
@@ -39,6 +55,23 @@ def test_torchs_own_kernels_are_launched_and_counted() -> None:
         HOSTCUDA_OPERATORS="0",
     )
     assert lines == ["0.0 0 True", "True"]
+
+
+def test_products_are_there_without_a_library() -> None:
+    """HOSTCUDA_OPERATORS=0: products are issued, and are nodes of graphs, though there is no cuBLAS."""
+    lines = run(
+        """
+        import torch
+        matrix, row = torch.ones(4, 4, device="cuda"), torch.ones(4, device="cuda")
+        torch.nn.functional.linear(matrix, matrix, row)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            matrix @ matrix, torch.addmm(row, matrix, matrix)
+        print(hostcuda.counter("nodes_captured"), torch.mm(matrix, matrix).shape)
+        """,
+        HOSTCUDA_OPERATORS="0",
+    )
+    assert lines == ["2 torch.Size([4, 4])"]
 
 
 def test_functions_that_are_not_there_are_listed() -> None:

@@ -1,6 +1,7 @@
 // Kernels at CUDA's dispatch key in place of torch's own. What allocates, views, copies bytes or waits stays torch's.
 #include "attention.h"
 #include "call.h"
+#include "recurrent.h"
 
 #include <ATen/ops/copy_native.h>
 
@@ -40,23 +41,34 @@ void foreach_copy_(at::TensorList self, at::TensorList src, bool non_blocking) {
     to.copy_(src[i], non_blocking);
   }
 }
+// What is taken over stays so until the process ends.
+torch::Library& kept_library() {
+  static std::vector<std::unique_ptr<torch::Library>> kept;
+  auto kind = torch::Library::IMPL;
+  kept.push_back(std::make_unique<torch::Library>(kind, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__));
+  return *kept.back();
+}
 } // namespace
 
 } // namespace hostcuda::operators
 
-// `names`: operators of ATen, one a line. Returns how many were taken over. They stay so until the process ends.
+// `names`: operators of ATen, one a line. Returns how many were taken over.
 extern "C" __attribute__((visibility("default"))) int hostcuda_override(const char* names) {
   using namespace hostcuda::operators;
-  static std::vector<std::unique_ptr<torch::Library>> kept;
-  auto kind = torch::Library::IMPL;
-  auto library = std::make_unique<torch::Library>(kind, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  torch::Library& library = kept_library();
   std::istringstream lines(names);
   int count = 0;
   for (std::string name; std::getline(lines, name); ++count)
-    library->impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
-  library->impl("copy_", TORCH_FN(copy_));
-  library->impl("_foreach_copy_", TORCH_FN(foreach_copy_));
-  register_attention(*library);
-  kept.push_back(std::move(library));
+    library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_boxed>());
   return count;
+}
+
+// Those with a kernel of their own here.
+extern "C" __attribute__((visibility("default"))) void hostcuda_override_others() {
+  using namespace hostcuda::operators;
+  torch::Library& library = kept_library();
+  library.impl("copy_", TORCH_FN(copy_));
+  library.impl("_foreach_copy_", TORCH_FN(foreach_copy_));
+  register_attention(library);
+  register_recurrent(library);
 }

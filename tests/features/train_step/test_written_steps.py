@@ -123,6 +123,33 @@ def test_numbers_are_those_of_inductors_wrapper_bit_for_bit(name: str) -> None:
 # -- p.grad ------------------------------------------------------------------------------------------------------
 
 
+def test_gradients_that_a_step_leaves_are_not_copied(device: torch.device) -> None:
+    """Those of the call before are let go of first, unless somebody holds them."""
+    with device:
+        model, x = nn.Linear(3, 2), torch.randn(4, 3)
+    twin, kept = copy.deepcopy(model), list[tuple[Any, Any]]()
+
+    def written(x: torch.Tensor) -> None:
+        model.zero_grad()
+        (model(x) ** 2).sum().backward()
+
+    step = fxwrap.train_step(written)
+    for number in range(12):
+        step(x + number)
+        twin.zero_grad()
+        (twin(x + number) ** 2).sum().backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        if number == 7:
+            (report,) = fxwrap.report(step).graphs
+            specializations = list(report.program.specializations.values())
+            assert specializations and not any(one.output_copies.copied for one in specializations)
+        if number >= 7:  # held
+            kept.append((model.weight.grad, twin.weight.grad))
+    assert fxwrap.stats(step)["replays"] >= 3
+    for got, expected in kept:
+        torch.testing.assert_close(got, expected)
+
+
 def test_a_gradient_that_the_step_clears_first_is_none_after_a_call() -> None:
     model = mlp()
     step = fxwrap.train_step(simple(model, torch.optim.SGD(model.parameters(), 0.1)))

@@ -123,6 +123,14 @@ class Gradients:
         """How many tensors the program returns for these."""
         return sum(wrapping.count for wrapping in self.wrapped)
 
+    def give_up(self) -> None:
+        """Before a call, let go of gradients that it makes anew and does not read.
+
+        A program that finds its outputs in use copies them from then on.
+        """
+        for parameter in self.made:
+            parameter.grad = None
+
     def apply(self, made: Sequence[torch.Tensor]) -> None:
         """Set p.grad after a call, to tensors that are made of these."""
         for parameter in self.cleared:

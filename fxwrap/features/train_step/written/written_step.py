@@ -189,6 +189,7 @@ class WrittenStep:
                 "it reads p.grad that the call before has left: a call that clears gradients before it reads them, "
                 "and steps with them, keeps none. Call zero_grad() in the step wherever gradients begin anew"
             )
+        gradients.give_up()
         inputs = [*self._tensors, *(flat(map(grad_of, program.having)) if program.having else ()), *given]
         try:
             if program.autocast:
