@@ -216,7 +216,7 @@ class HostGraphPlanner:
         with stage("gathers", self.took):
             groups = overlap_groups(graph, facts, apart_on)
             gathered, repeated = gather_again(graph, facts, expected_sizes(graph, facts), groups)
-            if not repeated:
+            if gathered is graph:
                 return self, ()
             verify_same_results(graph, gathered, apart_on)
         return dataclasses.replace(self, graph=gathered, stored_workspace=workspace), repeated

@@ -11,8 +11,9 @@
                                           d0 = mm_backward(d1, w0_again)
 
 Parameters that lie in parts with several processes are so in memory one layer at a time, as with
-``FullyShardedDataParallel``. It is done wherever something else is gathered between two uses, whatever the limit:
-all processes must communicate alike, and a choice by bytes could be another one in each.
+``FullyShardedDataParallel``. It is done wherever something else that was gathered is used between two uses, whatever
+the limit: all processes must communicate alike, and a choice by bytes could be another one in each. A gather that
+Inductor begins early, beside work with what was gathered before, begins when that is done.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import Kind, gathers, kind_of, waits
 from ...host_graph.storages import StorageFacts
@@ -44,10 +45,11 @@ def gather_again(
         groups: inputs that may overlap (``analysis.aliasing.overlap_groups``).
 
     Returns:
-        The graph, which is the given one if nothing is gathered again, and the nodes that run again.
+        The graph, which is the given one if nothing is gathered again or later, and the nodes that run again.
     """
     work = [node for node in gm.graph.nodes if kind_of(node) in (Kind.LAUNCH, Kind.EXTERN)]
-    if not any(map(gathers, work)):
+    gathered = facts.behind(filter(gathers, work))
+    if not gathered:
         return gm, ()
     made = facts.made()
     costs = Costs(
@@ -58,12 +60,11 @@ def gather_again(
         stays=facts.handed_out,
         captured=frozenset([_WHOLE]),
     )
-    timeline = Timeline.of([work], facts, costs, groups)
-    gathering = [run for run in timeline.runs if gathers(run.node)]
-    todo = [version for run in gathering for version in run.makes]
+    timeline = Timeline.of([_later(work, facts, gathered)], facts, costs, groups)
+    todo = [version for run in timeline.runs if gathers(run.node) for version in run.makes]
     while todo:
-        todo += _once_more(timeline, todo.pop(), gathering)
-    if not any(run.is_again for run in timeline.runs):
+        todo += _once_more(timeline, todo.pop(), gathered)
+    if [run.node for run in timeline.runs] == work:
         return gm, ()
     rebuilt = Rebuilt(gm, facts, timeline.runs)
     return rebuilt.module, tuple(
@@ -73,12 +74,35 @@ def gather_again(
     )
 
 
-def _once_more(timeline: Timeline, version: int, gathering: Sequence[Run]) -> list[int]:
-    """Gather a version again in its first gap in which something else is gathered. Returns the new version."""
+def _later(work: Sequence[Node], facts: StorageFacts, gathered: frozenset[int]) -> list[Node]:
+    """The work, with each gather behind the work with what was gathered before it."""
+    later = list(work)
+    for node in filter(gathers, work):
+        begin, operands, results = later.index(node), facts.reads(node), facts.of(node)
+        end = next(
+            (place for place, one in enumerate(later) if place > begin and facts.touched(one) & results), begin
+        )
+        between = later[begin + 1 : end]
+        uses = any(facts.touched(one) & gathered and not (gathers(one) or waits(one)) for one in between)
+        if uses and not any(facts.writes(one) & operands for one in between):
+            later[begin:end] = [*between, node]
+    return later
+
+
+def _once_more(timeline: Timeline, version: int, gathered: frozenset[int]) -> list[int]:
+    """Gather a version again in its first gap in which something else that was gathered is used.
+
+    Args:
+        gathered: the storages that hold what was gathered.
+
+    Returns:
+        The new version.
+    """
     if version in timeline.costs.stays:
         return []
     for begin, end in itertools.pairwise(timeline.uses[version]):
-        if waits(end.node) or not any(begin.place < run.place < end.place for run in gathering):
+        between = timeline.runs[begin.place + 1 : end.place]
+        if waits(end.node) or not any(_works_with(timeline, run, gathered) for run in between):
             continue
         found = again(timeline, version, end.place, begin.place)
         if not found.runs:
@@ -88,3 +112,9 @@ def _once_more(timeline: Timeline, version: int, gathering: Sequence[Run]) -> li
         storage = timeline.storage_of.get(version, version)
         return [new for new, of in changed.storage_of.items() if of == storage]
     return []
+
+
+def _works_with(timeline: Timeline, run: Run, gathered: frozenset[int]) -> bool:
+    if gathers(run.node) or waits(run.node):
+        return False
+    return any(timeline.storage_of.get(version, version) in gathered for version in run.used)

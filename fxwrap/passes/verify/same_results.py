@@ -23,8 +23,10 @@ from torch.fx import GraphModule, Node
 from ...host_graph.nodes import check, is_work, require
 from .accesses import Accesses, Root, fault, may_differ_again, may_keep_operands, qualified_name
 
-# Communications that may run more often than before: all processes have the same graph, and run them alike.
-_MAY_RUN_AGAIN = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::wait_tensor")
+# It computes its result from what all processes have. It may run more often than before, and elsewhere: all processes
+# have the same graph, and run it alike.
+_GATHER = "_c10d_functional::all_gather_into_tensor"
+_WAIT = "_c10d_functional::wait_tensor"
 
 # A number that stands for bytes, or for a value that a node returns.
 Term = int
@@ -94,7 +96,6 @@ class _Run:
         self._written: dict[str, Term] = {}  # by device, the last write to any such input
         self.effects: dict[str, list[tuple[str, Term]]] = {"random numbers": [], "effects": []}
         self.as_often = Counter[Term]()
-        self._gathered: dict[Term, Term] = {}  # gathers and their waits: by what they are of, the first of them
         self.checked: dict[str, Term] = {}
         inputs = gm.graph.find_nodes(op="placeholder")
         for position, node in enumerate(inputs):
@@ -154,16 +155,12 @@ class _Run:
             return
         arguments = (self._of(node.args), self._of(node.kwargs), self._sharing(node))
         call = self._terms.of("call", target, *arguments, self._of(node.meta.get("op_overload")))
-        may_run_again = qualified_name(node) in _MAY_RUN_AGAIN
-        if may_run_again and call in self._gathered:
-            call = self._gathered[call]  # the same parts, put together once more
-        elif chains := self._chains(node):
-            asked = call
+        gathers = self._gathers(node)
+        if not gathers and (chains := self._chains(node)):
             call = self._terms.of("effect", *((chain, len(self.effects[chain])) for chain in chains), call)
             for chain in chains:
                 self.effects[chain].append((node.name, call))
-            self._gathered[asked] = call
-        if (not self._chains(node) and may_keep_operands(node)) or may_differ_again(node):
+        elif (not gathers and may_keep_operands(node)) or may_differ_again(node):
             self.as_often[call] += 1
         roots = self._order(node)
         self._values[node] = self._terms.of("returned", call)
@@ -175,6 +172,12 @@ class _Run:
             maker, element = root
             if maker is node:
                 self._held[root] = self._terms.of("result", call, element)
+
+    def _gathers(self, node: Node) -> bool:
+        """Whether a node begins or ends a gathering."""
+        if qualified_name(node) == _WAIT:
+            return all(qualified_name(maker) == _GATHER for maker, _ in self._memory.roots_in(node.args))
+        return qualified_name(node) == _GATHER
 
     def _chains(self, node: Node) -> list[str]:
         """The chains whose order a node keeps."""

@@ -38,11 +38,15 @@ class Layers:
         self.x = self.maker.input("x", (4, 4))
         self.shards = [self.maker.input(name, (2, 4)) for name in ("s0", "s1")]
 
-    def gather(self, number: int, shard: Node | None = None) -> Node:
-        source = shard or self.shards[number]
-        made = self.maker.extern(
-            collectives.all_gather_into_tensor.default, source, 2, LAZY_GROUP, name=f"gather_{number}"
+    def gather(self, number: int) -> Node:
+        return self.wait(number, self.begin(number))
+
+    def begin(self, number: int) -> Node:
+        return self.maker.extern(
+            collectives.all_gather_into_tensor.default, self.shards[number], 2, LAZY_GROUP, name=f"gather_{number}"
         )
+
+    def wait(self, number: int, made: Node) -> Node:
         return self.maker.extern(collectives.wait_tensor.default, made, name=f"w{number}")
 
     def mix(self, name: str, first: Node, second: Node) -> Node:
@@ -76,6 +80,33 @@ def test_a_weight_is_gathered_again_before_its_next_use() -> None:
     assert steps(plan) == "gather_0 w0 to_y0 gather_1 w1 to_y1 gather_0_again w0_again to_out"
     assert [one.repeats for one in plan.repeated] == ["gather_0", "w0"]
     assert_same_numbers(plan, gm, layers.maker.inputs)
+
+
+def test_what_is_gathered_early_is_gathered_when_what_was_before_is_done_with() -> None:
+    """
+    ::
+
+        gather_0  gather_1  w0  to_y0  w1  to_y1  to_out
+        gather_0  w0  to_y0  gather_1  w1  to_y1  gather_0_again  w0_again  to_out
+    """
+    layers = Layers()
+    first, second = layers.begin(0), layers.begin(1)
+    w0 = layers.wait(0, first)
+    y0 = layers.mix("y0", layers.x, w0)
+    y1 = layers.mix("y1", y0, layers.wait(1, second))
+    gm = layers.maker.finish([layers.mix("out", y1, w0)])
+    plan = within(gm, 200)
+    assert steps(plan) == "gather_0 w0 to_y0 gather_1 w1 to_y1 gather_0_again w0_again to_out"
+    assert_same_numbers(plan, gm, layers.maker.inputs)
+
+
+def test_a_gather_stays_before_what_writes_its_part() -> None:
+    layers = Layers()
+    first, second = layers.begin(0), layers.begin(1)
+    y0 = layers.mix("y0", layers.x, layers.wait(0, first))
+    layers.maker.launch("update", layers.x, layers.shards[1], name="writes_s1")
+    gm = layers.maker.finish([layers.mix("out", y0, layers.wait(1, second))])
+    assert gathered(gm) is gm
 
 
 def test_what_is_used_before_anything_else_is_gathered_stays() -> None:
