@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -237,6 +238,29 @@ def test_arguments_that_are_no_tensors_are_compared() -> None:
             result = step(*batch, kind, weight=weight)
             assert result["kind"] == kind and not result["loss"].requires_grad
             torch.testing.assert_close(result["loss"], written(*batch, kind, weight=weight)["loss"].detach())
+
+
+def test_a_number_that_is_another_at_each_call_is_told_and_not_compiled_for_ever() -> None:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    twin = copy.deepcopy(model)
+    of_twin = torch.optim.SGD(twin.parameters(), 0.1)
+
+    def annealed(x: torch.Tensor, y: torch.Tensor, weight: float, model: Any, optimizer: Any) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight * F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step, (x, y) = fxwrap.train_step(lambda x, y, weight: annealed(x, y, weight, model, optimizer)), xy()
+    with torch.compiler.config.patch(recompile_limit=3), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for number in (0, 0, 1, 2, 3, 4, 2):
+            torch.testing.assert_close(step(x, y, number / 4), annealed(x, y, number / 4, twin, of_twin))
+    assert fxwrap.stats(step)["programs"] == 3 and sum(step.ordinary_calls.values()) == 3
+    (warning,) = (str(one.message) for one in told if "programs" in str(one.message))
+    assert "first trace (1), other arguments (2); now: other arguments" in warning, warning
 
 
 @pytest.mark.parametrize(("dynamic", "traces"), [(None, 3), (True, 2), (False, 5)])

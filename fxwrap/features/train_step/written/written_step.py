@@ -6,6 +6,7 @@ import contextlib
 import logging
 import random
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 # Why a call runs as it is written.
 FIRST = "first call"
 NEW_STATE = "makes state of an optimizer"
+TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,12 +150,15 @@ class WrittenStep:
             given = flat(given)
         kind = Kind.of(leaves, structure, modes(), self._places)
         if (programs := self._serving.get(kind)) is None:
-            programs = self._serving[kind] = [one for one in self._present() if self._serves(one, kind, given)]
+            programs = [one for one in self._present() if self._serves(one, kind, given)]
+            if programs:
+                self._serving[kind] = programs
         program = next((program for program in programs if program.gradients.fit()), None)
         if program is None:
-            program = self._trace(leaves, kind)
+            as_written = TOO_MANY if self._has_too_many(kind) else NEW_STATE
+            program = self._trace(leaves, kind) if as_written is NEW_STATE else None
             if program is None:
-                result = self._as_written(NEW_STATE, args, kwargs)
+                result = self._as_written(as_written, args, kwargs)
                 return self._call(args, kwargs) if self._rehearses else result
         if self._checks.due(program):
             return self._checked(program, given, args, kwargs)
@@ -349,6 +354,20 @@ class WrittenStep:
         self._programs.append(program)
         self._serving = {}
         return program
+
+    def _has_too_many(self, kind: Kind) -> bool:
+        """Whether there are as many programs as a compiled function may have. Warns once."""
+        if len(self._programs) < torch.compiler.config.recompile_limit:
+            return False
+        if not self.ordinary_calls[TOO_MANY]:
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.traced.items())
+            warnings.warn(
+                f"fxwrap: {self.__name__} has {len(self._programs)} programs, and runs as it is written where none "
+                f"serves\n  traced for: {reasons}; now: {self._reason(kind)}\n  what to do: give numbers that "
+                "change as tensors, or raise torch.compiler.config.recompile_limit",
+                stacklevel=4,
+            )
+        return True
 
     def _reason(self, kind: Kind) -> str:
         if not self._programs:
