@@ -80,16 +80,18 @@ def without_caches() -> Iterator[None]:
         yield
 
 
-def shared_storages(inputs: Iterable[Any]) -> list[tuple[int, ...]]:
-    """Positions of inputs that share a storage, one tuple per storage.
+def shared_storages(inputs: Iterable[Any]) -> list[tuple[tuple[int, str], ...]]:
+    """Positions of inputs that share a storage, with their offsets in it, one tuple per storage.
 
-    If one of them is mutated, AOTAutograd compiles them as views of one base, but its key has only the offset and the
-    size of each (torch 2.15; pytorch/pytorch#184694).
+    If one of them is mutated, AOTAutograd compiles them as views of one base, but its key does not have where they
+    lie: the size of each alone, up to torch 2.15 (pytorch/pytorch#184694).
     """
-    by_storage: dict[int, list[int]] = {}
+    by_storage: dict[int, list[tuple[int, str]]] = {}
     for position, value in enumerate(inputs):
         for tensor in _inner_tensors(value):
-            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(position)
+            by_storage.setdefault(tensor.untyped_storage()._cdata, []).append(
+                (position, str(tensor.storage_offset()))
+            )
     return [tuple(positions) for positions in by_storage.values() if len(positions) > 1]
 
 
