@@ -55,8 +55,20 @@ def train_step(
 ) -> WrittenStep: ...
 
 
+@overload
 def train_step(
-    model: Any,
+    *,
+    modules: Sequence[torch.nn.Module] = (),
+    optimizers: Sequence[Optimizer] = (),
+    memory_limit: int | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    dynamic: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[[Callable[..., Any]], WrittenStep]: ...
+
+
+def train_step(
+    model: Any = None,
     loss: Callable[..., Any] | None = None,
     optimizer: Optimizer | None = None,
     *,
@@ -69,7 +81,7 @@ def train_step(
     dynamic: bool | None = None,
     options: Mapping[str, Any] | None = None,
     **unknown: NoReturn,
-) -> TrainStep | WrittenStep:
+) -> TrainStep | WrittenStep | Callable[[Callable[..., Any]], WrittenStep]:
     """Make a function that trains by one step, as one program.
 
     A step as it is written, with any losses, optimizers and updates of other tensors::
@@ -113,7 +125,7 @@ def train_step(
 
     Args:
         model: a step as it is written (a function, or a method); or the module that ``loss`` gets as its first
-            argument.
+            argument. Without any of them this is a decorator: ``@fxwrap.train_step(memory_limit="6GiB")``.
         loss: ``loss(model, *batch)`` returns the loss, a tensor of one element with a gradient, or a tuple with the
             loss in front; all are returned detached.
         optimizer: one of ``torch.optim`` whose update Dynamo can trace (docs/training.md has the list). Parameters
@@ -142,7 +154,18 @@ def train_step(
     refuse_unknown(unknown, train_step)
     if memory_limit is not None:
         options = {**(options or {}), "memory_limit": memory_limit}
-    if loss is None and optimizer is None and not isinstance(model, torch.nn.Module):
+    if model is None and loss is None and optimizer is None:
+        given: dict[str, Any] = {"modules": modules, "optimizers": optimizers, "group": group, "dynamic": dynamic}
+        given |= {"clip_norm": clip_norm, "accumulate": accumulate, "options": options}
+        return lambda step: train_step(step, **given)
+    if loss is None and not isinstance(model, torch.nn.Module) and (callable(model) or optimizer is None):
+        if optimizer is not None:
+            raise TrainStepError(
+                "optimizer of train_step",
+                expected="a loss, too; or a step as it is written, whose optimizers are found",
+                got="a function and an optimizer",
+                remedy="leave it out, or give those that are not found: train_step(step, optimizers=[...])",
+            )
         alone = {"clip_norm": clip_norm is not None, "accumulate": accumulate != 1}
         if wrong := [name for name, given in alone.items() if given]:
             raise TrainStepError(

@@ -260,7 +260,9 @@ def test_a_number_that_is_another_at_each_call_is_told_and_not_compiled_for_ever
             torch.testing.assert_close(step(x, y, number / 4), annealed(x, y, number / 4, twin, of_twin))
     assert fxwrap.stats(step)["programs"] == 3 and sum(step.ordinary_calls.values()) == 3
     (warning,) = (str(one.message) for one in told if "programs" in str(one.message))
-    assert "first trace (1), other arguments (2); now: other arguments" in warning, warning
+    assert (
+        "traced for: first trace (1), argument 2 is 0.25, was 0.0 (1), argument 2 is 0.5, was 0.25 (1)" in warning
+    ), warning
 
 
 @pytest.mark.parametrize(("dynamic", "traces"), [(None, 3), (True, 2), (False, 5)])
@@ -313,6 +315,67 @@ def test_a_decision_on_data_is_an_error_with_its_line() -> None:
 
     message = _refusal(written, *xy())
     assert "if torch.isfinite(loss):" in message and "fxwrap.step_if" in message and __file__ in message
+
+
+@pytest.mark.parametrize(
+    "log", [lambda loss: f"{loss:.3f}", lambda loss: f"{loss.item():.3f}", lambda loss: loss.detach().numpy()]
+)
+def test_logging_of_a_loss_is_an_error_that_says_what_to_do(log: Callable[[torch.Tensor], Any]) -> None:
+    model = mlp()
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        log(loss)
+        return loss
+
+    message = _refusal(written, *xy())
+    assert "lambda loss" in message and "read numbers outside of the step" in message
+
+
+def test_a_number_that_is_only_printed_is_told() -> None:
+    model = mlp()
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(x), y)
+        print(loss.item())
+        return loss
+
+    step, (x, y) = fxwrap.train_step(written), xy()
+    step(x, y)
+    with pytest.warns(UserWarning, match=r"print\(loss.item\(\)") as told:
+        step(x, y)
+    assert len([one for one in told if "what to do: return the tensor" in str(one.message)]) == 1
+    torch.testing.assert_close(step(x, y), F.mse_loss(model(x), y).detach())
+
+
+def test_a_number_that_is_computed_with_is_not_told() -> None:
+    model = mlp()
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y) * x.sum().item()
+
+    step, (x, y) = fxwrap.train_step(written), xy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for scale in (1, 1, 2, 3):
+            torch.testing.assert_close(step(scale * x, y), written(scale * x, y).detach())
+
+
+@pytest.mark.parametrize("name", ["random", "numpy.random"])
+def test_numbers_of_other_generators_are_refused(name: str) -> None:
+    generator: Any = pytest.importorskip(name)
+    generator.seed(0)
+    model = mlp()
+
+    def written(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y) * (generator.random() if name == "random" else generator.rand())
+
+    first = fxwrap.train_step(written)
+    first(*xy())
+    drawn = generator.random() if name == "random" else generator.rand()
+    generator.seed(0)
+    assert "draws from" in _refusal(written, *xy())
+    assert (generator.random() if name == "random" else generator.rand()) == drawn, "the trace has drawn"
 
 
 def test_a_number_that_is_read_is_an_error() -> None:
@@ -384,6 +447,23 @@ def test_an_attribute_that_a_step_adds_is_named() -> None:
     assert not hasattr(model, "hidden")
 
 
+def test_as_a_decorator() -> None:
+    model = mlp()
+
+    @fxwrap.train_step
+    def plain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y)
+
+    @fxwrap.train_step(dynamic=False, options={"capture": "always"})
+    def with_options(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(model(x), y)
+
+    batch = xy()
+    for _ in range(5):
+        assert torch.equal(plain(*batch), with_options(*batch))
+    assert fxwrap.stats(plain)["replays"] and fxwrap.stats(with_options)["replays"]
+
+
 def test_wrong_arguments() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -393,6 +473,10 @@ def test_wrong_arguments() -> None:
             fxwrap.train_step(step, **wrong)
     with pytest.raises(fxwrap.TrainStepError, match="leave them out"):
         fxwrap.train_step(model, lambda model, x: model(x).sum(), optimizer, modules=[model])
+    with pytest.raises(fxwrap.TrainStepError, match=r"train_step\(step, optimizers=\[...\]\)"):
+        fxwrap.train_step(step, optimizer=optimizer)  # type: ignore[call-overload]
+    with pytest.raises(fxwrap.TrainStepError, match="clip_norm"):
+        fxwrap.train_step(clip_norm=1.0)(step)  # type: ignore[call-overload]
     with pytest.raises(fxwrap.TrainStepError, match="expected: a function"):
         fxwrap.train_step(3)  # type: ignore[call-overload]
     with pytest.raises(fxwrap.OptionError):

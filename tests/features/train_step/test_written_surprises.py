@@ -113,6 +113,40 @@ def test_one_argument_given_twice_is_not_two_arguments() -> None:
     assert mixed(torch.full((3,), 2.0)).item() == 63
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (3, 0, 4, 2, 1), (4, 1, 0, 3, 2)])
+def test_arguments_that_share_memory_and_are_written(order: tuple[int, ...]) -> None:
+    """A part of another argument, another part, one tensor twice, a parameter, and tensors that lie apart."""
+    model, optimizer = net(0.1)
+    twin = copy.deepcopy(model)
+    of_twin = optim.SGD(twin.parameters(), 0.1)
+
+    def written(a: torch.Tensor, b: torch.Tensor, model: nn.Linear, optimizer: optim.Optimizer) -> torch.Tensor:
+        with torch.no_grad():
+            b.mul_(0.5)
+        return train(optimizer, model(a).square().sum() + b.mean())
+
+    def given(which: int, model: nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
+        one = torch.arange(8.0).view(4, 2) / 8
+        return one, [one[:2], one[2:], one, model.weight, one[:2].clone()][which]
+
+    step = fxwrap.train_step(lambda a, b: written(a, b, model, optimizer))
+    for which in (*order, *order, *order):
+        (a, b), (c, d) = given(which, model), given(which, twin)
+        torch.testing.assert_close(step(a, b), written(c, d, twin, of_twin))
+        torch.testing.assert_close((a, b, model.state_dict()), (c, d, twin.state_dict()))
+    assert sum(step.traced.values()) == len(order), step.traced
+
+
+def test_arguments_that_share_memory_and_are_read_are_as_any() -> None:
+    rows = torch.arange(20.0).view(10, 2)
+    model, optimizer = net(0.0)
+    step = fxwrap.train_step(lambda a, b: train(optimizer, (model(a) - model(b)).square().sum()))
+    for number in range(6):
+        a, b = rows[number : number + 2], rows[2 * number % 7 : 2 * number % 7 + 2]
+        torch.testing.assert_close(step(a, b), (model(a) - model(b)).square().sum().detach())
+    assert sum(step.traced.values()) == 1
+
+
 def test_an_argument_that_is_gone_is_not_another() -> None:
     model, optimizer = net()
     step = fxwrap.train_step(lambda f: f(train(optimizer, model(x).sum()) * 0 + 1))
@@ -349,7 +383,7 @@ def test_a_first_update_with_a_state_that_was_loaded() -> None:
         if number % 2 == 1:
             scheduler.step()
     assert optimizer.state[model.weight]["step"] == 4
-    assert dict(step.traced) == {"first trace": 1, "other arguments": 1}
+    assert dict(step.traced) == {"first trace": 1, "argument 1 is False, was True": 1}
 
 
 def test_tensors_that_change_places() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import itertools
 import linecache
 import traceback
 import types
@@ -72,7 +73,9 @@ class Traced:
         unknown: real tensors that the function used and that are no input, each with the line that used it.
         given: how many of the inputs are leaves of the call.
         varies: whether it is for other sizes of these, too.
+        writes_given: whether it writes to one of these, or to memory in which one lies.
         faults: what the function does with random numbers that no program does.
+        only_read: the lines that read numbers of tensors with which the trace computes nothing.
     """
 
     gm: GraphModule
@@ -80,7 +83,9 @@ class Traced:
     unknown: Sequence[tuple[torch.Tensor, str]]
     given: int
     varies: bool
+    writes_given: bool
     faults: Sequence[str]
+    only_read: Sequence[str]
 
     def is_used(self, position: int) -> bool:
         """Whether the function has used an input."""
@@ -156,7 +161,7 @@ def traced(
     varies = any(varying)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=not varies)
     unknown: list[tuple[torch.Tensor, str]] = []
-    random = RandomNumbers()
+    random, written, read = RandomNumbers(), set[int](), dict[str, str]()
 
     def with_fakes(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
@@ -168,7 +173,7 @@ def traced(
         def is_used(tensor: torch.Tensor) -> bool:
             return bool(nodes[id(tensor)].users)
 
-        substitution = _InPlaceOf(fakes, unknown, random, mode)
+        substitution = _InPlaceOf(fakes, unknown, random, written, read, mode)
         with Patches() as patches, substitution:
             random.patch(patches, lambda: substitution in _get_current_dispatch_mode_stack())
             return list(function(inputs[len(tensors) :], is_used))
@@ -185,7 +190,10 @@ def traced(
     _remove_ranges(gm)
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
-    return Traced(gm, examples, unknown, len(given), varies, random.faults)
+    writes_given = not written.isdisjoint(map(_storage_of, examples[len(tensors) :]))
+    used = {node.name for node in gm.graph.nodes if node.users}
+    only_read = list(dict.fromkeys(line for name, line in read.items() if name not in used))
+    return Traced(gm, examples, unknown, len(given), varies, writes_given, random.faults, only_read)
 
 
 def _owner(value: torch.Tensor, besides: list[Any]) -> str:
@@ -215,6 +223,8 @@ class _InPlaceOf(TorchDispatchMode):
         fakes: by the ids of the real tensors.
         unknown: gets real tensors that have no fake value, each with the line that uses it.
         random: draws random numbers.
+        written: gets the storages of fake values that are written.
+        read: gets the lines that read numbers of tensors, by names of nodes.
     """
 
     # Such as ``torch.cond``. A branch may use operands only.
@@ -225,10 +235,13 @@ class _InPlaceOf(TorchDispatchMode):
         fakes: Mapping[int, torch.Tensor],
         unknown: list[tuple[torch.Tensor, str]],
         random: RandomNumbers,
+        written: set[int],
+        read: dict[str, str],
         mode: FakeTensorMode,
     ) -> None:
         super().__init__()
         self._fakes, self._unknown, self._random, self._mode = fakes, unknown, random, mode
+        self._written, self._read = written, read
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -240,10 +253,18 @@ class _InPlaceOf(TorchDispatchMode):
         given_args, given_kwargs = tree_map_only(torch.Tensor, self._fake, (tuple(args), dict(kwargs or {})))
         if func is torch.ops.higher_order.cond:
             return _branched(*given_args)
+        if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
+            values = itertools.zip_longest(schema.arguments, given_args)
+            written = [given_kwargs.get(argument.name, value) for argument, value in values if argument.is_write]
+            self._written.update(map(_storage_of, tree_leaves(written)))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             result = self._random.draw(func, given_args, given_kwargs)
         else:
             result = func(*given_args, **given_kwargs)
+        if func is _READS_A_NUMBER:
+            nodes = reversed(get_proxy_mode().tracer.graph.nodes)  # type: ignore[union-attr]
+            name = next(node.name for node in nodes if node.target is func)
+            self._read[name] = user_place(traceback.walk_stack(None))
         # An operator that works in place returns what it was given.
         return args[0] if args and isinstance(result, torch.Tensor) and result is given_args[0] else result
 
@@ -256,6 +277,12 @@ class _InPlaceOf(TorchDispatchMode):
             self._unknown.append((value, user_place(traceback.walk_stack(None))))
             return self._mode.from_tensor(value, static_shapes=True)
         return fake
+
+
+def _storage_of(tensor: Any) -> int:
+    """A storage's id; 0 of what has none."""
+    has_one = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
+    return int(tensor.untyped_storage()._cdata) if has_one else 0
 
 
 def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any) -> Any:
@@ -275,6 +302,7 @@ def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any
 
 
 _OF_TORCH = {"aten", "prims", "prim", "_c10d_functional", "_dtensor", "higher_order", "mkldnn", "quantized"}
+_READS_A_NUMBER = torch.ops.aten._local_scalar_dense.default
 # What ``torch.tensor(3.0)`` calls with the constant.
 _OF_CONSTANTS = torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default
 

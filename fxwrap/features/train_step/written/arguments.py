@@ -30,6 +30,24 @@ def arguments_of(leaves: Sequence[Any], structure: Any) -> tuple[tuple[Any, ...]
     return args, kwargs
 
 
+def memory_of(parts: Sequence[torch.Tensor], known: Mapping[int, int]) -> tuple[Any, ...]:
+    """How tensors of a call lie in memory that is not theirs alone: the place of each in it; empty if none does.
+
+    Args:
+        parts: of arguments. One tensor that is given twice has its memory for itself.
+        known: the storages of tensors that the step reaches otherwise, with their positions.
+    """
+    distinct = {id(part): part for part in parts if part.layout is torch.strided}
+    storages = [part.untyped_storage()._cdata for part in distinct.values()]
+    if len(set(storages)) == len(storages) and known.keys().isdisjoint(storages):
+        return ()
+    number = {storage: place for place, storage in enumerate(dict.fromkeys(storages))}
+    return tuple(
+        (number[storage], known.get(storage), part.storage_offset())
+        for storage, part in zip(storages, distinct.values(), strict=True)
+    )
+
+
 class Same:
     """An object, compared by identity, and kept: no other gets its id."""
 
@@ -80,6 +98,13 @@ class Kind:
             else:
                 kinds.append((type(leaf), leaf if isinstance(leaf, PLAIN) else Same(leaf)))
         return cls(tuple(kinds), tuple(sizes), structure, modes)
+
+    def difference(self, other: Kind) -> str:
+        """The first leaf that is no tensor and another one, as ``argument 2 is 0.5, was 1.0``; empty if none is."""
+        for place, (now, was) in enumerate(zip(self.leaves, other.leaves, strict=False)):
+            if now != was and isinstance(now[0], type) and issubclass(now[0], PLAIN) and now[0] is was[0]:
+                return f"argument {place} is {now[1]!r}, was {was[1]!r}"
+        return ""
 
     def alike_but_for_sizes(self, other: Kind) -> bool:
         """Whether nothing but sizes is another."""

@@ -22,8 +22,13 @@ from .found import PLAIN, Found
 from .gradients import Before, Gradients, layout_of
 from .side_effects import AliasedError, SideEffects
 
-# Of torch's error where a trace has to know a number of a tensor.
-_READS_NUMBER = "get value out of a tracing tensor"
+# Of errors where a trace has to know a number of a tensor: torch's, and Python's of f"{loss:.3f}".
+_READS_NUMBERS = (
+    "get value out of a tracing tensor",
+    "numpy() is not supported",
+    "FakeTensor.__format__",
+    "SymFloat.__for",
+)
 
 
 class NotTraceable(Exception):
@@ -59,6 +64,8 @@ class TracedCall:
         traced, outputs, gradients: what was found out.
         before: the gradients that the trace begins with.
         needs_absent: the trace has used, or left in place, a gradient that is not there.
+        parts: of tensors in the arguments.
+        taken: which of them are inputs: one that is given twice, or that the step reaches otherwise, is one input.
     """
 
     traced: Traced
@@ -70,6 +77,10 @@ class TracedCall:
     ) -> None:
         self._step, self._found, self._leaves, self._structure, self.before = step, found, leaves, structure, before
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.parts = flat(leaves[place] for place in self._places)
+        known = {id(part) for tensor in found.tensors for part in parts_of(tensor)}
+        first = {id(part): place for place, part in reversed(list(enumerate(self.parts)))}
+        self.taken = sorted(place for key, place in first.items() if key not in known)
         self.needs_absent = False
         self._stepped: dict[int, tuple[int, int]] = {}
         self.strangers: list[str] = []
@@ -90,12 +101,13 @@ class TracedCall:
             NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
         """
 
-        given = flat(self._leaves[place] for place in self._places)
+        given, grads = [self.parts[place] for place in self.taken], flat(self.before.tensors())
+        if not {id(part) for part in given}.isdisjoint(map(id, grads)):
+            raise NotTraceable("it is given p.grad of one of its parameters: give it a copy")
+        varying = [varying[place] for place in self.taken]
         handle = register_optimizer_step_post_hook(self._note_step)
         try:
-            self.traced = traced(
-                functools.partial(self._call, effects), [*tensors, *flat(self.before.tensors())], given, varying
-            )
+            self.traced = traced(functools.partial(self._call, effects), [*tensors, *grads], given, varying)
         except DATA_DECIDES as error:
             raise NotTraceable(_decision(error)) from error
         except AliasedError:
@@ -104,8 +116,8 @@ class TracedCall:
             ) from None
         except MOVED as error:
             raise NotTraceable(f"it sets .data of a tensor, or gives one another device: {error}") from error
-        except RuntimeError as error:
-            if _READS_NUMBER not in str(error):
+        except (RuntimeError, TypeError) as error:
+            if not any(text in str(error) for text in _READS_NUMBERS):
                 raise
             raise NotTraceable(_decision(error)) from error
         finally:
@@ -118,12 +130,14 @@ class TracedCall:
     ) -> list[torch.Tensor]:
         """The call as it is traced. Returns what the step returns, and gradients that it has made."""
         leaves = list(self._leaves)
-        parts = iter(given)
+        fakes = {id(self.parts[place]): fake for place, fake in zip(self.taken, given, strict=True)}
+        parts = (fakes.get(id(part), part) for part in self.parts)
         for place in self._places:
             leaves[place] = Wrapping.of(self._leaves[place]).around(parts)
         args, kwargs = arguments_of(leaves, self._structure)
         result, structure = tree_flatten(self._step(*args, **kwargs))
-        asked = (place for place in self._places if self._leaves[place].requires_grad)
+        own = (place for place in self._places if leaves[place] is not self._leaves[place])
+        asked = (place for place in own if self._leaves[place].requires_grad)
         if any(leaves[place].is_leaf and leaves[place].grad is not None for place in asked):
             raise NotTraceable(
                 "it adds to the gradient of an argument, which a replay does not: give it a tensor without "
@@ -195,15 +209,15 @@ def _check_results(result: Sequence[Any]) -> None:
 def _used(unknown: torch.Tensor, line: str) -> str:
     dtype, shape = str(unknown.dtype).removeprefix("torch."), list(unknown.shape)
     return (
-        "a tensor that is found in no module, optimizer, argument or variable of the step: "
-        f"{dtype}{shape}, used at {line}"
+        "a tensor that is found in no module, optimizer, variable or argument of the step, or in tuples, lists and "
+        f"dictionaries of these: {dtype}{shape}, used at {line}"
     )
 
 
 def _decision(error: BaseException) -> str:
     """What to do where a step decides on data, with its line."""
     place = user_place(reversed(list(traceback.walk_tb(error.__traceback__))))
-    where = f" at {place}" if place else ""
+    where = f" at {place.rstrip(':')}" if place else ""
     return (
         f"it reads a number from a tensor{where}: compute with the tensor (torch.where); to skip an update, call "
         "fxwrap.step_if(condition, optimizer); read numbers outside of the step"

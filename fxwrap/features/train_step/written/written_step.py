@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import pickle
 import random
+import sys
 import threading
 import warnings
 from collections import Counter
@@ -26,7 +28,7 @@ from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
 from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of
 from ..group import begin_alike, check_group
 from ..optimizers import move_to_parameters
-from .arguments import Kind, leaves_of
+from .arguments import Kind, leaves_of, memory_of
 from .averaged import averaged_gradients
 from .checked_calls import Checks, checked
 from .found import Found, found_in
@@ -53,6 +55,8 @@ class _Program:
         facts, kind: what it is for: of what the code reaches, and of the arguments.
         varying: the dimensions of arguments whose sizes may be others, if ``sizes_hold``.
         having: the parameters whose p.grad is an input.
+        taken: which tensors of a call are inputs; None for all.
+        memory: where it writes to arguments, or to what shares their memory, how they lie in it.
         outputs: makes what the step returns of the tensors that the program returns.
         compilation: keeps its programs in reports.
         modes: what modules' ``training`` is afterwards, where the step sets it.
@@ -66,11 +70,16 @@ class _Program:
     sizes_hold: Callable[[Sequence[torch.Tensor]], bool]
     gradients: Gradients
     having: Sequence[torch.Tensor]
+    taken: Sequence[int] | None
+    memory: tuple[Any, ...] | None
     outputs: Outputs
     compilation: Compilation
     autocast: bool
     modes: Sequence[tuple[dict[str, Any], bool]]
     rounding: float
+
+    def inputs_of(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return given if self.taken is None else [given[place] for place in self.taken]
 
 
 class WrittenStep:
@@ -121,7 +130,8 @@ class WrittenStep:
         self._watched: Watched | None = None
         self._facts: Facts = ()
         self._tensors: list[torch.Tensor] = []
-        self._places: dict[int, int] = {}
+        self._places: dict[int, int] = {}  # of these tensors, by id
+        self._storages: dict[int, int] = {}  # of their storages, by id
         self._serving: dict[Kind, list[_Program]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
@@ -153,7 +163,7 @@ class WrittenStep:
             programs = [one for one in self._present() if self._serves(one, kind, given)]
             if programs:
                 self._serving[kind] = programs
-        program = next((program for program in programs if program.gradients.fit()), None)
+        program = next((one for one in programs if one.gradients.fit() and self._lies_alike(one, given)), None)
         if program is None:
             as_written = TOO_MANY if self._has_too_many(kind) else NEW_STATE
             program = self._trace(leaves, kind) if as_written is NEW_STATE else None
@@ -195,7 +205,8 @@ class WrittenStep:
                 "and steps with them, keeps none. Call zero_grad() in the step wherever gradients begin anew"
             )
         gradients.give_up()
-        inputs = [*self._tensors, *(flat(map(grad_of, program.having)) if program.having else ()), *given]
+        having = flat(map(grad_of, program.having)) if program.having else ()
+        inputs = [*self._tensors, *having, *program.inputs_of(given)]
         try:
             if program.autocast:
                 with without_autocast():
@@ -244,6 +255,8 @@ class WrittenStep:
         self._found, self._facts, self._watched = found, facts, Watched(found)
         self._tensors = list(self._named_tensors())
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
+        strided = (tensor for tensor in self._tensors if tensor.layout is torch.strided)
+        self._storages = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(strided)}
         self._serving = {}
 
     def _named_tensors(self) -> dict[torch.Tensor, str]:
@@ -260,7 +273,10 @@ class WrittenStep:
     @staticmethod
     def _serves(program: _Program, kind: Kind, given: Sequence[torch.Tensor]) -> bool:
         alike = kind.alike_but_for_sizes(program.kind) and kind.fits(program.kind, program.varying)
-        return alike and program.sizes_hold(given)
+        return alike and program.sizes_hold(program.inputs_of(given))
+
+    def _lies_alike(self, program: _Program, given: Sequence[torch.Tensor]) -> bool:
+        return program.memory is None or program.memory == memory_of(given, self._storages)
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
@@ -295,7 +311,7 @@ class WrittenStep:
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
         assert self._settings is not None
-        effects, state = SideEffects(self._found), random.getstate()
+        effects, drawn = SideEffects(self._found), _Drawn()
         with call.before.in_place():
             try:
                 with self._settings.standing_in():
@@ -304,9 +320,10 @@ class WrittenStep:
                 raise self._refused(str(error)) from error.__cause__
             finally:
                 made_state, faults = effects.undo()
-        if random.getstate() != state:
-            random.setstate(state)
-            faults.append("it draws from Python's random, which a program cannot: use torch's, or give it the number")
+        faults += [
+            f"it draws from {name}, which a program cannot: use torch's, or give it a tensor"
+            for name in drawn.put_back()
+        ]
         faults += [
             f"it changes the setting {key} of an optimizer: do so between steps" for key in self._settings.changed
         ]
@@ -336,7 +353,9 @@ class WrittenStep:
         compilation = Compilation()
         # Checked calls draw the numbers that the step draws as it is written.
         checks = {"fallback_random": True} if self._checks.every else {}
-        options = {"inputs_apart": not shared_memory(self._found), **checks, **(self._options or {})}
+        memory = memory_of(call.parts, self._storages) if trace.writes_given else None
+        apart = not (shared_memory(self._found) or memory)
+        options = {"inputs_apart": apart, **checks, **(self._options or {})}
         program = _Program(
             compiled(trace, shown, options, compilation),
             self._facts,
@@ -345,6 +364,8 @@ class WrittenStep:
             trace.sizes_hold(),
             call.gradients,
             having,
+            None if len(call.taken) == len(call.parts) else call.taken,
+            memory,
             call.outputs,
             compilation,
             autocast_is_on(),
@@ -353,6 +374,12 @@ class WrittenStep:
         )
         self._programs.append(program)
         self._serving = {}
+        for line in call.traced.only_read:
+            warnings.warn(
+                f"fxwrap: {self.__name__} reads a number of a tensor, which a replay does not\n  at {line}\n"
+                "  what to do: return the tensor, and print or log its number outside of the step",
+                stacklevel=6,
+            )
         return program
 
     def _has_too_many(self, kind: Kind) -> bool:
@@ -374,9 +401,14 @@ class WrittenStep:
             return "first trace"
         same = [program for program in self._programs if program.kind == kind]
         if not same:
-            sizes = any(kind.alike_but_for_sizes(program.kind) for program in self._present())
-            return "other sizes" if sizes else "other arguments"
-        return difference(same[-1].facts, self._facts) or "other gradients"
+            if any(kind.alike_but_for_sizes(program.kind) for program in self._present()):
+                return "other sizes"
+            return kind.difference(self._programs[-1].kind) or "other arguments"
+        if differing := difference(same[-1].facts, self._facts):
+            return differing
+        # Of equal facts, and gradients as they are: only memory is left.
+        alike = any(one.facts == self._facts and one.gradients.fit() for one in same)
+        return "arguments that lie otherwise in the memory of others" if alike else "other gradients"
 
     def _refused(self, *reasons: str) -> TrainStepError:
         return TrainStepError(
@@ -424,3 +456,20 @@ class WrittenStep:
             got="the step itself, whose programs write their tensors",
             remedy="copy modules and optimizers together, and make a step of the copies with fxwrap.train_step",
         )
+
+
+class _Drawn:
+    """The states of generators of random numbers that are not torch's."""
+
+    def __init__(self) -> None:
+        self._of = [("Python's random", random.getstate, random.setstate, random.getstate())]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            get = numpy.random.get_state
+            self._of.append(("NumPy's random", get, numpy.random.set_state, get()))
+
+    def put_back(self) -> list[str]:
+        """Put back the states. Returns the names of the generators that were drawn from since."""
+        drawn = [one for one in self._of if pickle.dumps(one[1]()) != pickle.dumps(one[3])]
+        for _, _, put, state in drawn:
+            put(state)
+        return [name for name, *_ in drawn]
