@@ -48,14 +48,13 @@ def cut(
     2, 4, 8, ... pieces, each cut by itself, until the peak fits; the last resort is program order itself. Nodes of a
     partition keep program order.
 
-    Apart from sorting, the time is linear in nodes and dependencies if no pieces are needed. Each number of pieces
-    takes one more pass.
+    Apart from sorting, the time is linear in nodes and dependencies without pieces; each number takes one more pass.
 
     Args:
         facts: what each node reads and writes.
         sizes: bytes of the allocated storages that the program does not return; without them memory is ignored.
-        peak_budget: the allowed ratio of the peak to that of program order.
-        negligible: bytes by which it may rise in any case.
+        peak_budget, negligible: the allowed ratio of the peak to that of program order, and bytes that it may rise by
+            in any case.
     """
     work = _Work.of(dependencies, verdicts)
     fewest = work.grouped(_fewest(work, range(len(work))))

@@ -10,6 +10,9 @@
 
 from __future__ import annotations
 
+import pickle
+import random
+import sys
 from typing import Any
 
 import torch
@@ -185,3 +188,20 @@ def _is_other(new: Any, old: Any) -> bool:
 
 def _shown(name: str, key: Any) -> str:
     return f"{name}{key}" if name.endswith(".") or not name else f"{name}[{key!r}]"
+
+
+class Drawn:
+    """The states of generators of random numbers that are not torch's."""
+
+    def __init__(self) -> None:
+        self._of = [("Python's random", random.getstate, random.setstate, random.getstate())]
+        if (numpy := sys.modules.get("numpy")) is not None:
+            get = numpy.random.get_state
+            self._of.append(("NumPy's random", get, numpy.random.set_state, get()))
+
+    def put_back(self) -> list[str]:
+        """Put back the states. Returns the names of the generators that were drawn from since."""
+        drawn = [one for one in self._of if pickle.dumps(one[1]()) != pickle.dumps(one[3])]
+        for _, _, put, state in drawn:
+            put(state)
+        return [name for name, *_ in drawn]

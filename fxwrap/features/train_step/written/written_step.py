@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
-import random
-import sys
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -32,11 +28,12 @@ from .arguments import Kind, leaves_of, memory_of
 from .averaged import averaged_gradients
 from .checked_calls import Checks, checked
 from .found import Found, found_in
-from .gradients import Before, Gradients, grad_of
+from .gradients import Before, grad_of
 from .put_back import put_back
 from .settings import Settings
-from .side_effects import SideEffects
-from .traced_call import NotTraceable, Outputs, TracedCall
+from .side_effects import Drawn, SideEffects
+from .step_program import StepProgram
+from .traced_call import NotTraceable, TracedCall
 from .watched import Facts, Watched, difference, facts_of, shared_memory
 
 log = logging.getLogger(__name__)
@@ -45,41 +42,6 @@ log = logging.getLogger(__name__)
 FIRST = "first call"
 NEW_STATE = "makes state of an optimizer"
 TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """What was compiled for one trace.
-
-    Attributes:
-        facts, kind: what it is for: of what the code reaches, and of the arguments.
-        varying: the dimensions of arguments whose sizes may be others, if ``sizes_hold``.
-        having: the parameters whose p.grad is an input.
-        taken: which tensors of a call are inputs; None for all.
-        memory: where it writes to arguments, or to what shares their memory, how they lie in it.
-        outputs: makes what the step returns of the tensors that the program returns.
-        compilation: keeps its programs in reports.
-        modes: what modules' ``training`` is afterwards, where the step sets it.
-        rounding: of the least precise numbers in it, relative.
-    """
-
-    run: Callable[..., Sequence[torch.Tensor]]
-    facts: Facts
-    kind: Kind
-    varying: Sequence[Collection[int]]
-    sizes_hold: Callable[[Sequence[torch.Tensor]], bool]
-    gradients: Gradients
-    having: Sequence[torch.Tensor]
-    taken: Sequence[int] | None
-    memory: tuple[Any, ...] | None
-    outputs: Outputs
-    compilation: Compilation
-    autocast: bool
-    modes: Sequence[tuple[dict[str, Any], bool]]
-    rounding: float
-
-    def inputs_of(self, given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        return given if self.taken is None else [given[place] for place in self.taken]
 
 
 class WrittenStep:
@@ -125,14 +87,14 @@ class WrittenStep:
             begin_alike(self._found.modules, list(self._found.optimizers.values()), 1, group)
         self.ordinary_calls: Counter[str] = Counter()
         self.traced: Counter[str] = Counter()
-        self._programs: list[_Program] = []
+        self._programs: list[StepProgram] = []
         self._settings: Settings | None = None
         self._watched: Watched | None = None
         self._facts: Facts = ()
         self._tensors: list[torch.Tensor] = []
         self._places: dict[int, int] = {}  # of these tensors, by id
         self._storages: dict[int, int] = {}  # of their storages, by id
-        self._serving: dict[Kind, list[_Program]] = {}
+        self._serving: dict[Kind, list[StepProgram]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
         self._only_as_written = ""
@@ -175,7 +137,7 @@ class WrittenStep:
         return self._run(program, given)
 
     def _checked(
-        self, program: _Program, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, program: StepProgram, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         dropped = self._dropped
 
@@ -197,7 +159,7 @@ class WrittenStep:
             self._only_as_written = f"checked mode has found: {error.fault}"
             raise
 
-    def _run(self, program: _Program, given: list[torch.Tensor]) -> Any:
+    def _run(self, program: StepProgram, given: list[torch.Tensor]) -> Any:
         gradients = program.gradients
         if gradients.read(self._dropped):
             raise self._refused(
@@ -265,22 +227,22 @@ class WrittenStep:
         named = {**self._found.tensors, **self._settings.tensors()}
         return {part: name for tensor, name in named.items() for part in parts_of(tensor)}
 
-    def _present(self) -> list[_Program]:
+    def _present(self) -> list[StepProgram]:
         """The programs for what the step's code reaches now. Those that ask least of p.grad come first."""
         present = (program for program in self._programs if program.facts == self._facts)
         return sorted(present, key=lambda one: len(one.gradients.there))
 
     @staticmethod
-    def _serves(program: _Program, kind: Kind, given: Sequence[torch.Tensor]) -> bool:
+    def _serves(program: StepProgram, kind: Kind, given: Sequence[torch.Tensor]) -> bool:
         alike = kind.alike_but_for_sizes(program.kind) and kind.fits(program.kind, program.varying)
         return alike and program.sizes_hold(program.inputs_of(given))
 
-    def _lies_alike(self, program: _Program, given: Sequence[torch.Tensor]) -> bool:
+    def _lies_alike(self, program: StepProgram, given: Sequence[torch.Tensor]) -> bool:
         return program.memory is None or program.memory == memory_of(given, self._storages)
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
-    def _trace(self, leaves: Sequence[Any], kind: Kind) -> _Program | None:
+    def _trace(self, leaves: Sequence[Any], kind: Kind) -> StepProgram | None:
         """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace keeps."""
         reason = self._reason(kind)
         others = [one.kind for one in self._present() if kind.alike_but_for_sizes(one.kind)]
@@ -298,7 +260,7 @@ class WrittenStep:
         self.traced[reason] += program is not None
         return program
 
-    def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> _Program | None:
+    def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram | None:
         before = Before.of(self._found.leaves())
         with TRACING:
             call = TracedCall(self._called, self._found, leaves, kind.structure, before.with_any())
@@ -311,7 +273,7 @@ class WrittenStep:
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
         assert self._settings is not None
-        effects, drawn = SideEffects(self._found), _Drawn()
+        effects, drawn = SideEffects(self._found), Drawn()
         with call.before.in_place():
             try:
                 with self._settings.standing_in():
@@ -337,7 +299,7 @@ class WrittenStep:
             raise self._refused(*faults)
         return made_state
 
-    def _compiled(self, call: TracedCall, kind: Kind, varying: Sequence[Collection[int]]) -> _Program:
+    def _compiled(self, call: TracedCall, kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram:
         assert self._settings is not None
         names, trace = self._named_tensors(), call.traced
         having, shown, unused, place = [], list(names.values()), list[int](), len(names)
@@ -356,7 +318,7 @@ class WrittenStep:
         memory = memory_of(call.parts, self._storages) if trace.writes_given else None
         apart = not (shared_memory(self._found) or memory)
         options = {"inputs_apart": apart, **checks, **(self._options or {})}
-        program = _Program(
+        program = StepProgram(
             compiled(trace, shown, options, compilation),
             self._facts,
             kind,
@@ -456,20 +418,3 @@ class WrittenStep:
             got="the step itself, whose programs write their tensors",
             remedy="copy modules and optimizers together, and make a step of the copies with fxwrap.train_step",
         )
-
-
-class _Drawn:
-    """The states of generators of random numbers that are not torch's."""
-
-    def __init__(self) -> None:
-        self._of = [("Python's random", random.getstate, random.setstate, random.getstate())]
-        if (numpy := sys.modules.get("numpy")) is not None:
-            get = numpy.random.get_state
-            self._of.append(("NumPy's random", get, numpy.random.set_state, get()))
-
-    def put_back(self) -> list[str]:
-        """Put back the states. Returns the names of the generators that were drawn from since."""
-        drawn = [one for one in self._of if pickle.dumps(one[1]()) != pickle.dumps(one[3])]
-        for _, _, put, state in drawn:
-            put(state)
-        return [name for name, *_ in drawn]
