@@ -154,7 +154,9 @@ def test_what_changes_in_an_argument_of_another_kind_is_found() -> None:
         step(batch, *xy())
 
 
-def test_an_argument_that_a_distribution_refuses_is_found() -> None:
+def test_an_argument_that_a_distribution_refuses_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a process in which nothing was compiled yet: Dynamo switches these checks off for good.
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
