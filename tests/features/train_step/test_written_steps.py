@@ -464,6 +464,21 @@ def test_as_a_decorator() -> None:
     assert fxwrap.stats(plain)["replays"] and fxwrap.stats(with_options)["replays"]
 
 
+def test_a_step_that_is_made_at_each_call_is_told() -> None:
+    model, (x, y) = mlp(), xy()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(12):
+
+            @fxwrap.train_step
+            def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+                return F.mse_loss(model(x), y)
+
+            step(x, y)
+    (warning,) = (one for one in told if "make the step once" in str(one.message))
+    assert warning.filename == __file__
+
+
 def test_wrong_arguments() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -43,6 +43,10 @@ FIRST = "first call"
 NEW_STATE = "makes state of an optimizer"
 TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
 
+# By code of a step: how many steps were made of it and called once, since one of them was traced.
+_called_once: Counter[Any] = Counter()
+_SUSPICIOUS = 10
+
 
 class WrittenStep:
     """A training step; ``step(*batch)`` makes it. See ``fxwrap.train_step``.
@@ -113,6 +117,7 @@ class WrittenStep:
             return self._as_written(self._only_as_written, args, kwargs)
         if self._watched is None:
             result = self._as_written(FIRST, args, kwargs)
+            self._note_first_call()
             return self._call(args, kwargs) if self._rehearses else result
         if not (self._watched.holds() and self._settings is not None and self._settings.hold()):
             self._look()
@@ -195,6 +200,17 @@ class WrittenStep:
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(leaves, structure)
 
+    def _note_first_call(self) -> None:
+        """Warn where a step is made anew for each call, as in the body of a loop: none of them is ever traced."""
+        code = getattr(self._step, "__code__", None)
+        _called_once[code] += code is not None
+        if _called_once[code] == _SUSPICIOUS:
+            warnings.warn(
+                f"fxwrap: train_step was called {_SUSPICIOUS} times with {self.__name__}, and each step once, as it "
+                "is written\n  what to do: make the step once, before the loop",
+                stacklevel=4,
+            )
+
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The step as it is written, with gradients that are averages over the group."""
         if self._group is None:
@@ -258,6 +274,7 @@ class WrittenStep:
             reason = f"{reason}, which cannot vary"
             program = self._program(leaves, kind, [()] * len(varying))
         self.traced[reason] += program is not None
+        _called_once.pop(getattr(self._step, "__code__", None), None)
         return program
 
     def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram | None:
