@@ -6,6 +6,19 @@ import pytest
 from scripts import run
 
 
+def test_results_are_contiguous() -> None:
+    lines = run(
+        """
+        import torch
+        cell, state = torch.nn.GRUCell(4, 8).cuda(), torch.randn(8, 3).cuda().t().requires_grad_()
+        result = cell(torch.randn(3, 4).cuda(), state)
+        result.sum().backward()
+        print(result.stride())
+        """
+    )
+    assert lines == ["(8, 1)"]
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_grus_cell(bias: bool) -> None:
     lines = run(

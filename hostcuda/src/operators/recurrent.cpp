@@ -19,7 +19,8 @@ std::tuple<Tensor, Tensor> gru_cell(const Tensor& input, const Tensor& hidden, c
   const auto of_hidden = (biased ? hidden + *hidden_bias : hidden).chunk(3, 1);
   const Tensor reset = (of_input[0] + of_hidden[0]).sigmoid(), keep = (of_input[1] + of_hidden[1]).sigmoid();
   const Tensor candidate = (of_input[2] + reset * of_hidden[2]).tanh();
-  return {candidate + keep * (hx - candidate), at::cat({reset, keep, candidate, hx, of_hidden[2]}, 1)};
+  // Contiguous whatever the operands are, as torch's own kernel has them: who calls it counts on that.
+  return {(candidate + keep * (hx - candidate)).contiguous(), at::cat({reset, keep, candidate, hx, of_hidden[2]}, 1)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tensor& grad, const Tensor& workspace,
@@ -32,7 +33,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(const Tenso
   const Tensor to_input = at::cat({of_reset, of_keep, of_candidate}, 1);
   const Tensor to_hidden = at::cat({of_reset, of_keep, of_candidate * reset}, 1);
   const auto of_bias = [&](const Tensor& one) { return biased ? one.sum(0) : Tensor(); };
-  return {to_input, to_hidden, grad * keep, of_bias(to_input), of_bias(to_hidden)};
+  return {to_input, to_hidden, (grad * keep).contiguous(), of_bias(to_input), of_bias(to_hidden)};
 }
 } // namespace
 
