@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,19 @@ def step_of(model: nn.Module, **settings: Any) -> Callable[[Tensor, Tensor], Ten
     return step
 
 
+def sgd_step(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def mean(loss: Tensor) -> float:
     if isinstance(loss, DTensor):
         loss = loss.full_tensor()
@@ -75,6 +89,9 @@ def as_one_process(step: Any, batch: Callable[[int], Any], alone: Any = None) ->
 def peak(run: Callable[[], Any]) -> int:
     """The most bytes at one time beside those before. A profiler does not see what gloo's threads free."""
     run()
+    dist.barrier()
+    time.sleep(0.2)  # gloo's threads let go of what they have reduced a little later
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins here
     before = _status("VmRSS")
     run()
@@ -120,18 +137,8 @@ def micro_batches(rank: int) -> None:
         optimizer.step()
         return (first + second).detach()
 
-    other = mlp()
-    of_other = torch.optim.SGD(other.parameters(), 0.1)
-
-    def alone(x: Tensor, y: Tensor) -> Tensor:
-        of_other.zero_grad()
-        loss = F.mse_loss(other(x), y)
-        loss.backward()
-        of_other.step()
-        return loss.detach()
-
     step = fxwrap.train_step(written, group=dist.group.WORLD)
-    as_one_process(step, own_part, alone)
+    as_one_process(step, own_part, sgd_step(mlp()))
     assert_equal_everywhere(model)
     assert str(fxwrap.report(step)).count("all_reduce_(") == 1
 
@@ -171,16 +178,7 @@ def within_a_limit(rank: int) -> None:
     for limit in (None, 3 * layer):
         model = mlp(layers, width)
         fxwrap.shard_parameters(model, mesh)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-
-        def written(x: Tensor, y: Tensor, model: Any = model, optimizer: Any = optimizer) -> Tensor:
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        step = fxwrap.train_step(written, memory_limit=limit)
+        step = fxwrap.train_step(sgd_step(model), memory_limit=limit)
         losses.append([mean(step(*own_part(call, width))) for call in range(STEPS)])
         batch = own_part(0, width)
         peaks.append(peak(lambda: step(*batch)))  # noqa: B023 (called at once)
@@ -206,16 +204,7 @@ def its_own_collectives(rank: int) -> None:
         optimizer.step()
         return funcol.all_reduce(loss.detach(), "avg", dist.group.WORLD)  # type: ignore[arg-type]
 
-    ordinary = copy.deepcopy(model)
-    of_ordinary = torch.optim.SGD(ordinary.parameters(), 0.1)
-
-    def alone(x: Tensor, y: Tensor) -> Tensor:
-        of_ordinary.zero_grad()
-        loss = F.mse_loss(ordinary(x), y)
-        loss.backward()
-        of_ordinary.step()
-        return loss.detach()
-
+    alone = sgd_step(copy.deepcopy(model))
     as_one_process(fxwrap.train_step(written), own_part, alone)
     assert_equal_everywhere(model)
 
