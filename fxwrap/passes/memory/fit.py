@@ -96,6 +96,15 @@ def is_pure(node: Node) -> bool:
     return computes and not draws_numbers(node)
 
 
+def repeated_in(timeline: Timeline, rebuilt: Rebuilt) -> tuple[Repeated, ...]:
+    """The runs of a timeline that run again, by the names that they have in its graph."""
+    return tuple(
+        Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), timeline.costs.work(run.node))
+        for run, name in zip(timeline.runs, rebuilt.names, strict=True)
+        if run.is_again
+    )
+
+
 def work_of(node: Node, facts: StorageFacts, sizes: Mapping[int, int]) -> int:
     """What a run of a node costs, in bytes moved: those that it touches, and operations by torch's own formulas."""
     moved = sum(sizes.get(index, 0) for index in facts.touched(node) | facts.of(node))
@@ -138,12 +147,7 @@ def _with_runs(plan: ProgramPlan, timeline: Timeline) -> ProgramPlan:
         verdicts={name: plan.verdicts[original] for name, original in originals.items()},
         cut=replace(plan.cut, partitions=partitions),
         workspace={n: plan.workspace[original] for n, original in originals.items() if original in plan.workspace},
-        repeated=plan.repeated
-        + tuple(
-            Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), timeline.costs.work(run.node))
-            for run, name in zip(runs, rebuilt.names, strict=True)
-            if run.is_again
-        ),
+        repeated=plan.repeated + repeated_in(timeline, rebuilt),
     )
 
 

@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 from ...host_graph.nodes import Kind, gathers, kind_of, waits
 from ...host_graph.storages import StorageFacts
 from ...limit import Repeated
-from .fit import is_pure, work_of
+from .fit import is_pure, repeated_in, work_of
 from .rebuilt import Rebuilt
 from .rematerialise import again
 from .timeline import Costs, Run, Timeline
@@ -38,7 +38,7 @@ _WHOLE = 0
 def gather_again(
     gm: GraphModule, facts: StorageFacts, sizes: Mapping[int, int], groups: Mapping[int, int]
 ) -> tuple[GraphModule, tuple[Repeated, ...]]:
-    """Gather what lies with several processes anew before each use, where something else was gathered since the last.
+    """Gather what lies with several processes anew before a use, where others were used since the last.
 
     Args:
         sizes: bytes of storages.
@@ -67,11 +67,7 @@ def gather_again(
     if [run.node for run in timeline.runs] == work:
         return gm, ()
     rebuilt = Rebuilt(gm, facts, timeline.runs)
-    return rebuilt.module, tuple(
-        Repeated(name, run.node.name, sum(map(timeline.size, run.makes)), costs.work(run.node))
-        for run, name in zip(timeline.runs, rebuilt.names, strict=True)
-        if run.is_again
-    )
+    return rebuilt.module, repeated_in(timeline, rebuilt)
 
 
 def _later(work: Sequence[Node], facts: StorageFacts, gathered: frozenset[int]) -> list[Node]:
@@ -79,9 +75,7 @@ def _later(work: Sequence[Node], facts: StorageFacts, gathered: frozenset[int]) 
     later = list(work)
     for node in filter(gathers, work):
         begin, operands, results = later.index(node), facts.reads(node), facts.of(node)
-        end = next(
-            (place for place, one in enumerate(later) if place > begin and facts.touched(one) & results), begin
-        )
+        end = next((place for place in range(begin + 1, len(later)) if facts.touched(later[place]) & results), begin)
         between = later[begin + 1 : end]
         uses = any(facts.touched(one) & gathered and not (gathers(one) or waits(one)) for one in between)
         if uses and not any(facts.writes(one) & operands for one in between):
