@@ -505,6 +505,23 @@ def test_wrong_arguments() -> None:
 # -- beside calls -----------------------------------------------------------------------------------------------
 
 
+def test_sizes_that_are_recorded_may_be_more_than_the_limit_of_programs() -> None:
+    """A recording asks for them; a call of another size runs as it is written."""
+    model = mlp()
+    step = fxwrap.train_step(simple(model, torch.optim.SGD(model.parameters(), 0.1)), dynamic=False)
+    x, y = xy()
+    step(x, y)
+    with torch.compiler.config.patch(recompile_limit=1):
+        for rows in (2, 3):
+            fxwrap.record(step, (x[:rows], y[:rows]))
+        for rows in (2, 3, 2):
+            step(x[:rows], y[:rows])
+        assert fxwrap.stats(step)["programs"] == 2 and sum(step.ordinary_calls.values()) == 1
+        with pytest.warns(UserWarning, match="2 programs"):
+            step(x[:4], y[:4])
+    assert sum(step.ordinary_calls.values()) == 2
+
+
 def test_reports_records_and_dry_runs_change_nothing() -> None:
     torch.manual_seed(0)
     model = mlp()

@@ -27,7 +27,7 @@ _READS_NUMBERS = (
     "get value out of a tracing tensor",
     "numpy() is not supported",
     "FakeTensor.__format__",
-    "SymFloat.__for",
+    "SymFloat.__format__",
 )
 
 
@@ -78,9 +78,7 @@ class TracedCall:
         self._step, self._found, self._leaves, self._structure, self.before = step, found, leaves, structure, before
         self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.parts = flat(leaves[place] for place in self._places)
-        known = {id(part) for tensor in found.tensors for part in parts_of(tensor)}
-        first = {id(part): place for place, part in reversed(list(enumerate(self.parts)))}
-        self.taken = sorted(place for key, place in first.items() if key not in known)
+        self.taken: list[int] = []
         self.needs_absent = False
         self._stepped: dict[int, tuple[int, int]] = {}
         self.strangers: list[str] = []
@@ -101,6 +99,9 @@ class TracedCall:
             NotTraceable: it reads numbers from tensors, or uses tensors that are not known.
         """
 
+        known = set(map(id, tensors))
+        first = {id(part): place for place, part in reversed(list(enumerate(self.parts)))}
+        self.taken = sorted(place for key, place in first.items() if key not in known)
         given, grads = [self.parts[place] for place in self.taken], flat(self.before.tensors())
         if not {id(part) for part in given}.isdisjoint(map(id, grads)):
             raise NotTraceable("it is given p.grad of one of its parameters: give it a copy")

@@ -362,8 +362,8 @@ class WrittenStep:
         return program
 
     def _has_too_many(self, kind: Kind) -> bool:
-        """Whether there are as many programs as a compiled function may have. Warns once."""
-        if len(self._programs) < torch.compiler.config.recompile_limit:
+        """Whether there are as many programs as a compiled function may have. Warns once. A rehearsal makes more."""
+        if self._rehearses or len(self._programs) < torch.compiler.config.recompile_limit:
             return False
         if not self.ordinary_calls[TOO_MANY]:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in self.traced.items())
