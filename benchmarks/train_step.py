@@ -7,7 +7,7 @@ Alternatives of one model, each with a copy of it and an AdamW of its own:
 
     ordinary, inductor   the loss compiled, loss.backward(), the optimizer's step compiled
     ordinary, fxwrap     the same with backend="fxwrap"
-    one function         forward, loss, gradients and update in one function, by Inductor's Python wrapper
+    one function         the graph of train_step, by Inductor's Python wrapper
     train_step           fxwrap.train_step
     jax                  the MLP's step by jax.jit with optax.adamw, where both are installed
 
@@ -28,16 +28,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from speed_models import Made, gru, mlp, recommender
 from timing import geometric_mean, own
 from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
 
 import fxwrap
-from fxwrap.codegen.dynamo.autograd import tracing_autograd
-from fxwrap.features.train_step.optimizers import Numbers, updates_of
-from fxwrap.features.train_step.traced import Slots, traced_step
+from fxwrap.features.train_step.codegen import as_it_stands
 
 ORDINARY, OURS, ONE, STEP, JAX = "ordinary, inductor", "ordinary, fxwrap", "one function", "train_step", "jax"
 # Steps of each alternative in one turn.
@@ -119,13 +119,11 @@ def ordinary(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> Callable[
 
 
 def one_function(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:
-    """The function that train_step compiles, by Inductor's own wrapper."""
-    slots = Slots()
-    slots.fill(updates_of(adamw(model), Numbers()))
-    function = torch.compile(own(traced_step(model, loss, slots, None, None)), backend="inductor", fullgraph=True)
-    with tracing_autograd():
-        first = [function(*inputs)]
-    return lambda: first.pop() if first else function(*inputs)
+    """The graph that train_step compiles, by Inductor's own wrapper."""
+    step = fxwrap.train_step(model, loss, adamw(model))
+    with mock.patch.object(as_it_stands, "fxwrap", lambda gm, examples, **_: compile_fx(gm, list(examples))):
+        first = [step(*inputs)]
+    return lambda: first.pop() if first else step(*inputs)
 
 
 def whole(model: nn.Module, inputs: tuple[Any, ...]) -> Callable[[], Any]:

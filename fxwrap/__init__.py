@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from .features.command_line.doctor import Diagnosis, doctor
     from .features.limits.limit_memory import limit_memory
     from .features.suspend.suspend import resume, suspend
-    from .features.train_step.train_step import TrainStep, train_step
+    from .features.train_step.loss_step import TrainStep
+    from .features.train_step.train_step import train_step
     from .features.train_step.written.averaged import no_sync
     from .features.train_step.written.sharding import shard_parameters
     from .features.train_step.written.step_if import step_if
@@ -136,7 +137,7 @@ _LAZY.update(mark_bucket=".features.buckets.codegen.marks")
 _LAZY.update(Diagnosis=".features.command_line.doctor", doctor=".features.command_line.doctor")
 _LAZY.update(limit_memory=".features.limits.limit_memory")
 _LAZY.update(resume=".features.suspend.suspend", suspend=".features.suspend.suspend")
-_LAZY.update(TrainStep=".features.train_step.train_step", train_step=".features.train_step.train_step")
+_LAZY.update(TrainStep=".features.train_step.loss_step", train_step=".features.train_step.train_step")
 _LAZY.update(WrittenStep=".features.train_step.written.written_step")
 _LAZY.update(step_if=".features.train_step.written.step_if", no_sync=".features.train_step.written.averaged")
 _LAZY.update(shard_parameters=".features.train_step.written.sharding")

@@ -112,7 +112,6 @@ USES = {
     "ahead_of_time": {"caller_outputs"},
     "bill": {"checked"},
     "command_line": {"ahead_of_time"},
-    "train_step": {"bind"},
 }
 
 

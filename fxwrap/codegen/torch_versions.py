@@ -11,7 +11,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch._dynamo import config as dynamo_config
 from torch._inductor import config, ir, sizevars
 from torch._inductor.codegen import cpp_utils
 from torch._inductor.codegen.common import IndentedBuffer
@@ -28,11 +27,6 @@ CPP_DEVICE_NAMES: dict[str, str] = getattr(cpp_utils, "DEVICE_TO_ATEN", {})
 # Operators that give a tensor the storage of another: ``tensor.data = ...``. The second is of torch 2.14.
 SETS_STORAGE = tuple(
     getattr(torch.ops.aten, name) for name in ("set_", "shallow_copy_data_") if hasattr(torch.ops.aten, name)
-)
-
-# Dynamo's setting with the functions and methods of loggers that it leaves out.
-IGNORED_LOGGING = next(
-    name for name in ("ignore_logging_functions", "ignore_logger_methods") if hasattr(dynamo_config, name)
 )
 
 

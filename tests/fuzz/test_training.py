@@ -18,8 +18,8 @@ from training_grammar import LOSSES, OPTIMIZERS, PARTS, Optimizer, Part, Recipe,
 from within_limit import DifferenceError
 
 from fxwrap.errors import causes
-from fxwrap.features.train_step import train_step as steps
-from fxwrap.features.train_step.snapshot import Snapshot
+from fxwrap.features.train_step.written.settings import Settings
+from fxwrap.features.train_step.written.watched import Watched
 
 # Of every run: compiling takes nearly all of its time.
 DRAWN = (18, 20, 25, 27)
@@ -152,12 +152,11 @@ def _loses_an_update(patch: pytest.MonkeyPatch) -> None:
 
 
 def _overlooks_settings(patch: pytest.MonkeyPatch) -> None:
-    holds = Snapshot.holds
-    patch.setattr(Snapshot, "holds", lambda self, optimizer: holds(self, optimizer) or optimizer is not None)
+    patch.setattr(Settings, "hold", lambda _: True)
 
 
 def _overlooks_hooks(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(steps, "refusals", lambda *_: [])
+    patch.setattr(Watched, "holds", lambda _: True)
 
 
 @pytest.mark.compiler

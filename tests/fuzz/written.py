@@ -11,14 +11,14 @@ import torch
 from own_operators import HOST_WORK
 from torch import nn
 from training import OurSide, Step, Training, difference
-from within_limit import DifferenceError, TakesMoreError
+from within_limit import DifferenceError
 
 import fxwrap
 from fxwrap.graphs.devices.runtime import runtime_for
 
 
 class WrittenSide(OurSide):
-    """Hooks are called, so that they only have to be seen; p.grad is the loop's where the loop reads it."""
+    """The loop, written by the user."""
 
     def __init__(self, training: Training, device: torch.device) -> None:
         # A limit that nothing fits into would be that of all that is compiled later, too.
@@ -57,21 +57,6 @@ class WrittenSide(OurSide):
     def _call(self, batch: tuple[Any, ...]) -> None:
         self.seen.append(self._within_limit(lambda: self.step(*self._flags, *batch)))
 
-    def _measured(self, run: Callable[[], Any]) -> Any:
-        """No limit holds in a call that runs as it is written."""
-        results, written = list[Any](), sum(self.step.ordinary_calls.values())
-
-        def noted() -> Any:
-            results.append(run())
-            return results[-1]
-
-        try:
-            return super()._measured(noted)
-        except TakesMoreError:
-            if sum(self.step.ordinary_calls.values()) == written:
-                raise
-            return results[-1]
-
     def _limit_to(self, limit: int | None) -> None:
         self.limit = limit or 0
         fxwrap.limit_memory(self.step, limit)
@@ -107,6 +92,3 @@ class WrittenSide(OurSide):
         for (name, got), (_, expected) in zip(self._snapshot(), before, strict=True):
             if (why := difference(got, expected, 0.0)) is not None:
                 raise DifferenceError(f"a wrong batch has changed {name}: {why}")
-
-    def _refuses(self, number: int, step: Step, handle: Any) -> None:
-        """Hooks without an effect stay."""

@@ -60,14 +60,11 @@ class Numbers:
         tensor = self._tensors.get(key)
         device, dtype = params[0].device, _precision(params)
         if tensor is None or (tensor.device, tensor.dtype) != (device, dtype):
-            tensor = self._tensors[key] = torch.empty((), device=device, dtype=dtype)
+            with torch.inference_mode(False):  # it is written outside, too
+                tensor = self._tensors[key] = torch.empty((), device=device, dtype=dtype)
         if not takes_tensor:
             self.read[group][name] = tensor
         return tensor.fill_(value)
-
-    def rate(self, group: int) -> torch.Tensor | None:
-        """The learning rate of a group; None where the user gives a tensor."""
-        return self._tensors.get((group, "lr"))
 
 
 def _precision(params: Sequence[torch.Tensor]) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The update of a ``torch.optim`` optimizer, as calls of torch's own functional code.
+"""State of ``torch.optim`` optimizers, made before the step that makes it, so that this step can be a program.
 
 An optimizer's ``step`` collects tensors of each parameter group, and calls a function of its module with them::
 
@@ -8,99 +8,91 @@ An optimizer's ``step`` collects tensors of each parameter group, and calls a fu
             self._init_group(group, params, grads, exp_avgs, ...)    # makes missing state
             adam(params, grads, exp_avgs, ..., lr=group["lr"], ...)  # computes the update
 
-``updates_of`` runs this code with another ``adam``, which notes its arguments and computes nothing. A step that is
-compiled makes the noted calls, with the gradients that it has computed. Dynamo refuses ``step`` itself where
-gradients are computed in the same graph.
+``make_states`` runs this code with another ``adam``, which computes nothing.
 """
 
 from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from .numbers import Numbers
-
 # The first parameter of the functional form of each of torch's optimizers.
 _PARAMS = "params"
 
 
-@dataclass(frozen=True)
-class Update:
-    """The functional call for one parameter group.
+def make_states(optimizer: Optimizer, updated: Collection[torch.Tensor]) -> list[torch.Tensor]:
+    """Make the state that the optimizer's next step will make.
 
-    Attributes:
-        function: such as ``torch.optim.adam.adam``.
-        params: the parameters that the group's update may change.
-        states: lists beside ``params`` and gradients, in the order of the function's parameters: one tensor (or
-            None) for each parameter, or empty where the optimizer keeps no such state.
-        settings: keyword arguments; see ``Numbers``.
-        numbers: those settings that are read inside of ``ReadingNumbers``.
+    Args:
+        updated: the parameters that have a gradient in that step.
+
+    Returns:
+        The parameters that had no state, and have some now. None of an optimizer that is not torch's own, and of
+        SGD with dampening, whose first update is another than the later ones.
     """
+    form = _functional_form(optimizer)
+    if form is None:
+        return []
+    without = [parameter for parameter in updated if not optimizer.state.get(parameter)]
+    if form[1].__name__ == "sgd":
+        _make_momentum(optimizer, updated)
+    else:
+        step, function = form
+        scope = {**step.__globals__, function.__name__: lambda *_, **__: None}
+        collect = types.FunctionType(step.__code__, scope, step.__name__, step.__defaults__)
+        with torch.no_grad(), _with_gradients(optimizer, updated):
+            collect(optimizer)
+    return [parameter for parameter in without if optimizer.state.get(parameter)]
 
-    function: Callable[..., Any]
-    params: Sequence[torch.Tensor]
-    states: Sequence[Sequence[torch.Tensor | None]]
-    settings: Mapping[str, Any]
-    numbers: Sequence[torch.Tensor]
 
+def _functional_form(optimizer: Optimizer) -> tuple[types.FunctionType, types.FunctionType] | None:
+    """The code of ``step`` without its wrappers, and the function that it calls to compute the update.
 
-def functional_form(optimizer: Optimizer) -> tuple[types.FunctionType, str] | None:
-    """The code of ``step`` without its wrappers, and the name of the function that it calls to compute the update.
-
-    None if there is no such function, or ``step`` has variables of its own besides globals.
+    None if the code is not torch's.
     """
     step = inspect.unwrap(type(optimizer).step)
-    if not isinstance(step, types.FunctionType) or step.__closure__:
+    if not isinstance(step, types.FunctionType) or step.__closure__ or not step.__module__.startswith("torch.optim"):
         return None
-    called = {name: step.__globals__.get(name) for name in step.__code__.co_names}
-    found = [name for name, function in called.items() if _first_parameter(function) == _PARAMS]
+    called = (step.__globals__.get(name) for name in step.__code__.co_names)
+    found = [one for one in called if inspect.isfunction(one) and _first_parameter(one) == _PARAMS]
     return (step, found[0]) if len(found) == 1 else None
 
 
-def _first_parameter(function: object) -> str:
-    return next(iter(inspect.signature(function).parameters), "") if inspect.isfunction(function) else ""
+def _first_parameter(function: Callable[..., Any]) -> str:
+    return next(iter(inspect.signature(function).parameters), "")
 
 
-def updates_of(optimizer: Optimizer, numbers: Numbers) -> list[Update]:
-    """Make the optimizer's missing state, and return the calls that compute its update: one for each group.
+def _make_momentum(optimizer: Optimizer, updated: Collection[torch.Tensor]) -> None:
+    """SGD makes its buffers of the first gradients. Without dampening, buffers of zeros give the same numbers."""
+    known = set(updated)
+    for group in optimizer.param_groups:
+        if group["momentum"] and not group["dampening"]:
+            for parameter in known.intersection(group["params"]):
+                if optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-    Args:
-        optimizer: one that ``functional_form`` knows.
+
+@contextmanager
+def _with_gradients(optimizer: Optimizer, updated: Collection[torch.Tensor]) -> Iterator[None]:
+    """Inside the context, these parameters have a gradient, and no others: ``_init_group`` leaves those out.
+
+    The gradient is the parameter's own memory, whose values ``_init_group`` does not read.
     """
-    form = functional_form(optimizer)
-    assert form is not None
-    step, name = form
-    function = step.__globals__[name]
-    noted: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def note(*args: Any, **kwargs: Any) -> None:
-        noted.append((args, kwargs))
-
-    collect = types.FunctionType(step.__code__, {**step.__globals__, name: note}, step.__name__, step.__defaults__)
-    with torch.no_grad(), _every_gradient(optimizer):
-        collect(optimizer)
-        if move_to_parameters(optimizer):
-            noted.clear()
-            collect(optimizer)
-    updates = []
-    for group, (args, settings) in enumerate(noted):
-        params, _, *states = args
-        if not params:
-            continue
-        if isinstance(optimizer, torch.optim.SGD) and states[0]:
-            states = [[_momentum(optimizer, p, buffer) for p, buffer in zip(params, states[0], strict=True)]]
-        takes = {"lr", "beta1", "beta2"} if isinstance(optimizer, torch.optim.Adam) else {"lr"}
-        given = {name: numbers.of(group, name, value, params, name in takes) for name, value in settings.items()}
-        read = tuple(numbers.read[group].values())
-        updates.append(Update(function, params, states, _traceable(given, bool(read)), read))
-    return updates
+    params, known = [p for group in optimizer.param_groups for p in group["params"]], set(updated)
+    before = [p.grad for p in params]
+    try:
+        for p in params:
+            p.grad = p.detach() if p in known else None
+        yield
+    finally:
+        for p, grad in zip(params, before, strict=True):
+            p.grad = grad
 
 
 def move_to_parameters(optimizer: Optimizer) -> bool:
@@ -114,39 +106,3 @@ def move_to_parameters(optimizer: Optimizer) -> bool:
     for parameter, state, key in on_host:
         state[key] = state[key].to(parameter.device)
     return bool(on_host)
-
-
-def _momentum(optimizer: Optimizer, parameter: torch.Tensor, buffer: torch.Tensor | None) -> torch.Tensor:
-    """SGD makes its buffers of the first gradients. Without dampening, buffers of zeros give the same numbers."""
-    if buffer is None:
-        buffer = optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-    return buffer
-
-
-@contextmanager
-def _every_gradient(optimizer: Optimizer) -> Iterator[None]:
-    """Inside the context, each parameter that requires a gradient has one: ``_init_group`` leaves out others.
-
-    The gradient is the parameter's own memory, whose values ``_init_group`` does not read.
-    """
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.grad for p in params]
-    try:
-        for p in params:
-            p.grad = p.detach() if p.requires_grad else None
-        yield
-    finally:
-        for p, grad in zip(params, before, strict=True):
-            p.grad = grad
-
-
-def _traceable(settings: Mapping[str, Any], reads_numbers: bool) -> dict[str, Any]:
-    """The settings with which Dynamo traces the functional form into one graph.
-
-    ``capturable`` is the form that does not read numbers from tensors; ``foreach`` the one whose kernels Inductor
-    combines, which ``ReadingNumbers`` does not know. Dynamo does not trace ``fused``: Inductor fuses the update by
-    itself. A choice of ``foreach`` stays, unless numbers have to be read.
-    """
-    foreach = not reads_numbers if settings.get("foreach") is None or reads_numbers else settings["foreach"]
-    forced = {"capturable": True, "fused": False, "foreach": foreach}
-    return {**settings, **{name: value for name, value in forced.items() if name in settings}}

@@ -69,7 +69,10 @@ def test_what_cannot_fit_is_an_error_before_anything_runs() -> None:
     with pytest.raises(MemoryLimitError, match=r"at least \d+ bytes \([1-9][\d.]* KiB\)") as caught:
         step(torch.randn(256, 16))
     assert caught.value.got == "1000 bytes"
-    assert all(map(torch.equal, values(model), before))
+    assert all(map(torch.equal, values(model), before)) and not step.optimizer.state
+    step = _made(model, memory_limit=caught.value.least)
+    step(torch.randn(256, 16))
+    assert not step.ordinary_calls  # the first call is a program, too
 
 
 def test_another_size_is_within_the_limit_or_an_error() -> None:

@@ -6,7 +6,6 @@ In float64, beside the ordinary loop. Where torch's ``capturable`` form counts s
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,6 @@ import pytest
 import torch
 from loops import Maker, OrdinaryStep, assert_same, batch, squares, values
 from torch import optim
-from torch._dynamo.output_graph import OutputGraph
 from torch.optim import lr_scheduler
 
 import fxwrap
@@ -260,29 +258,3 @@ def test_counts_in_float64_are_written(name: str, loaded: bool) -> None:
         assert_same(habit, 2e-6 if name.startswith(_COUNTS_IN_FLOAT32) else 1e-12)
     finally:
         torch.set_default_dtype(before)
-
-
-def test_torchs_method_is_back_after_a_step_that_fails() -> None:
-    before = vars(OutputGraph)["remove_tensorify_specialized_graphargs"]
-    model = _model()
-    for loss in (lambda m, x: print(x), lambda m, x: m(x).square().mean()):
-        with contextlib.suppress(fxwrap.TrainStepError):
-            fxwrap.train_step(model, loss, optim.SGD(model.parameters()))(_wide_batch(0)[0])
-        assert vars(OutputGraph)["remove_tensorify_specialized_graphargs"] is before
-
-
-def test_a_float_of_the_batch_that_varies() -> None:
-    """Torch compiles some of them in, and finds that code in its cache for other values."""
-
-    def loss(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, scale: float) -> torch.Tensor:
-        scaled = model(x) * scale
-        return scaled.add(y, alpha=1 - scale).square().mean()
-
-    def habit(make: Maker) -> Iterator[Any]:
-        model = _model()
-        step = make(model, loss, optim.SGD(model.parameters(), lr=0.1))
-        for n in range(5):
-            yield step(*_wide_batch(n), 0.1 + 0.1 * n)
-
-    step = assert_same(habit, 1e-12)
-    assert any("numbers that vary" in reason for reason in fxwrap.stats(step)["not_stored"])

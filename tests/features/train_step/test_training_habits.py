@@ -114,6 +114,24 @@ def test_groups_with_rates_of_their_own() -> None:
     assert_same(habit)
 
 
+# -- states ------------------------------------------------------------------------------------------------------
+
+
+def test_states_are_those_that_the_loop_makes_when_it_makes_them() -> None:
+    """Not of parameters without a gradient; a later first gradient is no call that runs as it is written."""
+    model = nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2), nn.Linear(4, 2)])
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    step = fxwrap.train_step(model, lambda m, x, head: m[head](x).square().mean(), optimizer)
+    used = set[torch.Tensor]()
+    for head in (0, 0, 1, 0, 1):
+        step(batch()[0], head)
+        used |= {*model[head].parameters()}
+        assert {p for p in model.parameters() if optimizer.state.get(p)} == used
+    assert not step.ordinary_calls
+    counts = [int(optimizer.state[one.weight]["step"]) for one in (model[0], model[1])]
+    assert counts == [3, 2]
+
+
 # -- which parameters are trained --------------------------------------------------------------------------------
 
 

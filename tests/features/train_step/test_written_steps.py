@@ -39,7 +39,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 def state_of(step: Callable[..., Any]) -> dict[str, torch.Tensor]:
     """All tensors that the code of a step reaches: parameters, buffers, states, its own."""
-    return {name: tensor.detach() for tensor, name in found_in(step).tensors.items()}
+    return {name: tensor.detach() for tensor, name in found_in(step, {}).tensors.items()}
 
 
 def run(make: Callable[[], Made], wrap: Callable[[Any], Any]) -> tuple[list[Any], dict[str, torch.Tensor], Any]:

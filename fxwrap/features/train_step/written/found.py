@@ -18,7 +18,7 @@ import inspect
 import itertools
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,15 +69,11 @@ class Found:
         return [t for t in self.tensors if t.is_leaf and (t.requires_grad or isinstance(t, torch.nn.Parameter))]
 
 
-def found_in(
-    step: Callable[..., Any], modules: Iterable[torch.nn.Module] = (), optimizers: Iterable[Optimizer] = ()
-) -> Found:
-    """Search a function, and what is given beside it."""
+def found_in(step: Callable[..., Any], given: Mapping[str, torch.nn.Module | Optimizer]) -> Found:
+    """Search a function, and what is given beside it, by name."""
     search = _Search()
-    for number, module in enumerate(modules):
-        search.visit(f"modules[{number}]", module)
-    for number, optimizer in enumerate(optimizers):
-        search.visit(f"optimizers[{number}]", optimizer)
+    for name, value in given.items():
+        search.visit(name, value)
     search.visit("", step)
     search.found.tables += [("hooks of all modules", table, None) for table in hooks_of_all_modules()]
     return search.finish()

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
+from ....graphs.copies import Generators
 from ..codegen.wrapped_tensors import flat
-from ..unchanged import Kept
 from .found import Found
 from .gradients import Before
 from .side_effects import SideEffects
+
+
+class Kept:
+    """What tensors hold, and random numbers, as they are now.
+
+    Whole storages are kept, on the host: a device that is filled by parameters and states has no room for them twice.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._storages = list({one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}.values())
+        self._copies = [one.cpu() if one.device.type != "cpu" else one.clone() for one in self._storages]
+        devices = {storage.device for storage in self._storages} or {torch.device("cpu")}
+        self._generators = [Generators(device) for device in devices]
+
+    def put_back(self) -> None:
+        for storage, copy in zip(self._storages, self._copies, strict=True):
+            storage.copy_(copy)
+        for generators in self._generators:
+            generators.set()
 
 
 class Everything:

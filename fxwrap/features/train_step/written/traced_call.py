@@ -63,8 +63,9 @@ class TracedCall:
     Attributes:
         traced, outputs, gradients: what was found out.
         before: the gradients that the trace begins with.
-        needs_absent: the trace has used, or left in place, a gradient that is not there.
+        needs_absent: the trace has used a gradient that is not there.
         parts: of tensors in the arguments.
+        updated: the parameters for which optimizers had a gradient.
         taken: which of them are inputs: one that is given twice, or that the step reaches otherwise, is one input.
     """
 
@@ -82,6 +83,7 @@ class TracedCall:
         self.needs_absent = False
         self._stepped: dict[int, tuple[int, int]] = {}
         self.strangers: list[str] = []
+        self.updated: dict[Optimizer, list[torch.Tensor]] = {}
         self.modes: list[tuple[dict[str, Any], bool]] = []
         self._thread = threading.get_ident()
 
@@ -167,7 +169,7 @@ class TracedCall:
             elif is_there and used:
                 there.append((parameter, layout_of(grad)))
             elif grad is not None and not is_there:  # see ``Before.with_any``
-                self.needs_absent |= used or after is grad
+                self.needs_absent |= used
             if after is grad:
                 continue
             if after is None:
@@ -193,6 +195,7 @@ class TracedCall:
                 )
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 if (grad := parameter.grad) is not None:
+                    self.updated.setdefault(optimizer, []).append(parameter)
                     self._stepped[id(parameter)] = id(grad), grad._version
 
 

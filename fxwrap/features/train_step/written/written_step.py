@@ -5,10 +5,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,12 +22,14 @@ from ..codegen.as_it_stands import TRACING, compiled, is_tracing
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
 from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of
 from ..group import begin_alike, check_group
-from ..optimizers import move_to_parameters
+from ..optimizers import make_states, move_to_parameters
+from ..refusals import of_modules
 from .arguments import Kind, leaves_of, memory_of
 from .averaged import averaged_gradients
 from .checked_calls import Checks, checked
 from .found import Found, found_in
 from .gradients import Before, grad_of
+from .messages import note_first_call, note_trace, refused, warn_only_read, warn_too_many
 from .put_back import put_back
 from .settings import Settings
 from .side_effects import Drawn, SideEffects
@@ -37,15 +38,12 @@ from .traced_call import NotTraceable, TracedCall
 from .watched import Facts, Watched, difference, facts_of, shared_memory
 
 log = logging.getLogger(__name__)
+_Step = TypeVar("_Step", bound="WrittenStep")
 
 # Why a call runs as it is written.
 FIRST = "first call"
 NEW_STATE = "makes state of an optimizer"
 TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
-
-# By code of a step: how many steps were made of it and called once, since one of them was traced.
-_called_once: Counter[Any] = Counter()
-_SUSPICIOUS = 10
 
 
 class WrittenStep:
@@ -56,39 +54,33 @@ class WrittenStep:
     Attributes:
         ordinary_calls: calls that ran as the step is written, by reason.
         traced: the reason of each trace.
+
+    Args:
+        searched: where modules, optimizers and tensors are found: the step itself, or what it calls.
+        given: modules and optimizers that are not found there, by the names that reports have for them.
     """
+
+    _first_call_is_written = True
+    _accumulate = 1
 
     def __init__(
         self,
         step: Callable[..., Any],
-        modules: Sequence[torch.nn.Module],
-        optimizers: Sequence[Optimizer],
+        searched: Callable[..., Any],
+        given: Mapping[str, torch.nn.Module | Optimizer],
         group: dist.ProcessGroup | None,
         dynamic: bool | None,
         options: Mapping[str, Any] | None,
     ) -> None:
-        if not callable(step):
-            raise TrainStepError(
-                "step of train_step",
-                expected="a function step(*batch), or a model, a loss and an optimizer",
-                got=type(step).__name__,
-            )
-        for kind, given in ((torch.nn.Module, modules), (Optimizer, optimizers)):
-            if wrong := [one for one in given if not isinstance(one, kind)]:
-                raise TrainStepError(
-                    f"{'modules' if kind is torch.nn.Module else 'optimizers'} of train_step",
-                    expected=f"a list of {kind.__module__}.{kind.__name__}",
-                    got=type(wrong[0]).__name__,
-                )
         own_options, _ = parsed(options)  # wrong options are known now, and not at the first call
         self._checks = Checks(own_options.value("checked"))
-        self._step, self._modules, self._optimizers = step, list(modules), list(optimizers)
+        self._step, self._searches, self._given = step, searched, given
         self._group, self._dynamic, self._options = group, dynamic, options
         self._found = Found()
         if group is not None:
             check_group(group)
             self._found = self._searched()
-            begin_alike(self._found.modules, list(self._found.optimizers.values()), 1, group)
+            begin_alike(self._found.modules, list(self._found.optimizers.values()), self._accumulate, group)
         self.ordinary_calls: Counter[str] = Counter()
         self.traced: Counter[str] = Counter()
         self._programs: list[StepProgram] = []
@@ -99,6 +91,8 @@ class WrittenStep:
         self._places: dict[int, int] = {}  # of these tensors, by id
         self._storages: dict[int, int] = {}  # of their storages, by id
         self._serving: dict[Kind, list[StepProgram]] = {}
+        # By optimizer, the parameters that it has updated in a trace that has made state of an optimizer.
+        self._updated: dict[Optimizer, list[torch.Tensor]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
         self._only_as_written = ""
@@ -115,17 +109,17 @@ class WrittenStep:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._only_as_written:
             return self._as_written(self._only_as_written, args, kwargs)
-        if self._watched is None:
+        if self._watched is None and self._first_call_is_written:
             result = self._as_written(FIRST, args, kwargs)
-            self._note_first_call()
-            return self._call(args, kwargs) if self._rehearses else result
-        if not (self._watched.holds() and self._settings is not None and self._settings.hold()):
+            note_first_call(self.__name__, getattr(self._step, "__code__", None))
+            return self._once_more(args, kwargs) if self._rehearses else result
+        if not self._has_all_as_it_was():
             self._look()
         leaves, structure = leaves_of(args, kwargs)
         given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(map(is_wrapped, given)):
             given = flat(given)
-        kind = Kind.of(leaves, structure, modes(), self._places)
+        kind = Kind.of(leaves, structure, self._modes(), self._places)
         if (programs := self._serving.get(kind)) is None:
             programs = [one for one in self._present() if self._serves(one, kind, given)]
             if programs:
@@ -134,12 +128,33 @@ class WrittenStep:
         if program is None:
             as_written = TOO_MANY if self._has_too_many(kind) else NEW_STATE
             program = self._trace(leaves, kind) if as_written is NEW_STATE else None
+            if program is None and (made := self._make_states()):
+                return self._with_states(made, args, kwargs)
             if program is None:
                 result = self._as_written(as_written, args, kwargs)
-                return self._call(args, kwargs) if self._rehearses else result
+                return self._once_more(args, kwargs) if self._rehearses else result
         if self._checks.due(program):
             return self._checked(program, given, args, kwargs)
         return self._run(program, given)
+
+    def _once_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return WrittenStep._call(self, args, kwargs)
+
+    def _with_states(
+        self, made: Sequence[tuple[Optimizer, torch.Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Make a call for which states were made. It changes nothing if it fails, so that they go."""
+        try:
+            return self._once_more(args, kwargs)
+        except BaseException:
+            for optimizer, parameter in made:
+                optimizer.state.pop(parameter, None)
+            raise
+
+    def _make_states(self) -> list[tuple[Optimizer, torch.Tensor]]:
+        """Make the states that the last trace has made, where that is known how."""
+        updated, self._updated = self._updated, {}
+        return [(optimizer, p) for optimizer in updated for p in make_states(optimizer, updated[optimizer])]
 
     def _checked(
         self, program: StepProgram, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -200,17 +215,6 @@ class WrittenStep:
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return tree_unflatten(leaves, structure)
 
-    def _note_first_call(self) -> None:
-        """Warn where a step is made anew for each call, as in the body of a loop: none of them is ever traced."""
-        code = getattr(self._step, "__code__", None)
-        _called_once[code] += code is not None
-        if _called_once[code] == _SUSPICIOUS:
-            warnings.warn(
-                f"fxwrap: train_step was called {_SUSPICIOUS} times with {self.__name__}, and each step once, as it "
-                "is written\n  what to do: make the step once, before the loop",
-                stacklevel=4,
-            )
-
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """The step as it is written, with gradients that are averages over the group."""
         if self._group is None:
@@ -218,8 +222,17 @@ class WrittenStep:
         with averaged_gradients(self._found.leaves(), self._group):
             return self._step(*args, **kwargs)
 
+    def _has_all_as_it_was(self) -> bool:
+        """Whether what the step's code reaches is what it was at the last look."""
+        seen, settings = self._watched, self._settings
+        return seen is not None and settings is not None and seen.holds() and settings.hold()
+
     def _searched(self) -> Found:
-        return found_in(self._step, self._modules, self._optimizers)
+        return found_in(self._searches, self._given)
+
+    def _modes(self) -> object:
+        """What else than arguments and facts a program is made for."""
+        return modes()
 
     def _look(self) -> None:
         """Find what the step's code reaches now, and the programs that are for it."""
@@ -274,18 +287,23 @@ class WrittenStep:
             reason = f"{reason}, which cannot vary"
             program = self._program(leaves, kind, [()] * len(varying))
         self.traced[reason] += program is not None
-        _called_once.pop(getattr(self._step, "__code__", None), None)
+        note_trace(getattr(self._step, "__code__", None))
         return program
 
     def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram | None:
+        if reasons := of_modules(self._found.modules):
+            raise self._refused(*reasons)
         before = Before.of(self._found.leaves())
         with TRACING:
             call = TracedCall(self._called, self._found, leaves, kind.structure, before.with_any())
             made_state = self._traced(call, varying)
-            if not made_state and call.needs_absent:
+            if call.needs_absent:
                 call = TracedCall(self._called, self._found, leaves, kind.structure, before)
                 made_state = self._traced(call, varying)
-            return None if made_state else self._compiled(call, kind, varying)
+            if made_state:
+                self._updated = call.updated
+                return None
+            return self._compiled(call, kind, varying)
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
@@ -353,12 +371,7 @@ class WrittenStep:
         )
         self._programs.append(program)
         self._serving = {}
-        for line in call.traced.only_read:
-            warnings.warn(
-                f"fxwrap: {self.__name__} reads a number of a tensor, which a replay does not\n  at {line}\n"
-                "  what to do: return the tensor, and print or log its number outside of the step",
-                stacklevel=6,
-            )
+        warn_only_read(self.__name__, call.traced.only_read)
         return program
 
     def _has_too_many(self, kind: Kind) -> bool:
@@ -366,13 +379,7 @@ class WrittenStep:
         if self._rehearses or len(self._programs) < torch.compiler.config.recompile_limit:
             return False
         if not self.ordinary_calls[TOO_MANY]:
-            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.traced.items())
-            warnings.warn(
-                f"fxwrap: {self.__name__} has {len(self._programs)} programs, and runs as it is written where none "
-                f"serves\n  traced for: {reasons}; now: {self._reason(kind)}\n  what to do: give numbers that "
-                "change as tensors, or raise torch.compiler.config.recompile_limit",
-                stacklevel=4,
-            )
+            warn_too_many(self.__name__, len(self._programs), self.traced, self._reason(kind))
         return True
 
     def _reason(self, kind: Kind) -> str:
@@ -390,12 +397,7 @@ class WrittenStep:
         return "arguments that lie otherwise in the memory of others" if alike else "other gradients"
 
     def _refused(self, *reasons: str) -> TrainStepError:
-        return TrainStepError(
-            f"{self.__name__} cannot be one program",
-            expected="a step that does the same work at every call, on whatever numbers",
-            got="\n    ".join(["", *reasons]),
-            remedy="change what is named, or take it out of the step",
-        )
+        return refused(self.__name__, reasons)
 
     # -- beside calls ----------------------------------------------------------------------------------------------
 
@@ -406,9 +408,11 @@ class WrittenStep:
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> WrittenStep:
         options = {**(self._options or {}), **(options or {})}
-        afresh = WrittenStep(self._step, self._modules, self._optimizers, None, self._dynamic, options)
-        afresh._group = self._group
-        afresh._rehearses = True  # it is called in a rehearsal of this one
+        return self._as_rehearsed(WrittenStep(self._step, self._searches, self._given, None, self._dynamic, options))
+
+    def _as_rehearsed(self, afresh: _Step) -> _Step:
+        """A step that is called in a rehearsal of this one; processes have begun alike."""
+        afresh._group, afresh._rehearses = self._group, True
         return afresh
 
     @contextlib.contextmanager
