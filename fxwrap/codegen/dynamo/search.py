@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...graphs.compilation import Compilation, live_compilations
 from .collection import RESUME_CALL, RESUMED, WRAPPER
 
-# The attribute of a function that calls compiled ones: what torch.compile returned, or a tuple of several.
+# The attribute of a function that calls a compiled one: what torch.compile returned.
 BOUND = "_fxwrap_compiled"
 # Modules that call their children without naming them.
 _CONTAINERS = torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict
@@ -51,8 +51,7 @@ class Search:
         self._ids: list[Any] = []
         self._seen: set[Any] = set()
         compiled = getattr(compiled, BOUND, compiled)
-        for one in compiled if isinstance(compiled, tuple) else (compiled,):
-            self._visit(one, None, asked=True)
+        self._visit(compiled, None, asked=True)
         if isinstance(compiled, torch.nn.Module) and not self.callers:
             for part in compiled.modules():
                 if part._compiled_call_impl is not None or isinstance(part, OptimizedModule):

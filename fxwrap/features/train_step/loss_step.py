@@ -72,6 +72,7 @@ class TrainStep(WrittenStep):
 
     # It makes states by itself, so that a limit holds for the first call, too.
     _first_call_is_written = False
+    _fxwrap_without = "a step that was not called yet"
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._accumulate == 1:

@@ -54,7 +54,7 @@ from ....host_graph.user_code import last_frame, of_user
 from ..written.step_if import predicated
 from .random_numbers import RandomNumbers
 from .tracing_state import is_fake, without_autocast
-from .wrapped_tensors import any_wraps
+from .wrapped_tensors import any_wraps, storage_of
 
 DATA_DECIDES = DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode
 # What a fake tensor raises that was given memory elsewhere, as by ``.data = ...``; older torch has none.
@@ -190,7 +190,7 @@ def traced(
     _remove_ranges(gm)
     held = [(getattr(gm, str(node.target)), node) for node in gm.graph.find_nodes(op="get_attr")]
     unknown += [(value, last_frame(node.meta.get("stack_trace") or "")) for value, node in held if is_fake(value)]
-    writes_given = not written.isdisjoint(map(_storage_of, examples[len(tensors) :]))
+    writes_given = not written.isdisjoint(map(storage_of, examples[len(tensors) :]))
     used = {node.name for node in gm.graph.nodes if node.users}
     only_read = list(dict.fromkeys(line for name, line in read.items() if name not in used))
     return Traced(gm, examples, unknown, len(given), varies, writes_given, random.faults, only_read)
@@ -256,7 +256,7 @@ class _InPlaceOf(TorchDispatchMode):
         if (schema := getattr(func, "_schema", None)) is not None and schema.is_mutable:
             values = itertools.zip_longest(schema.arguments, given_args)
             written = [given_kwargs.get(argument.name, value) for argument, value in values if argument.is_write]
-            self._written.update(map(_storage_of, tree_leaves(written)))
+            self._written.update(storage_of(one) for one in tree_leaves(written) if isinstance(one, torch.Tensor))
         if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             result = self._random.draw(func, given_args, given_kwargs)
         else:
@@ -277,12 +277,6 @@ class _InPlaceOf(TorchDispatchMode):
             self._unknown.append((value, user_place(traceback.walk_stack(None))))
             return self._mode.from_tensor(value, static_shapes=True)
         return fake
-
-
-def _storage_of(tensor: Any) -> int:
-    """A storage's id; 0 of what has none."""
-    has_one = isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided
-    return int(tensor.untyped_storage()._cdata) if has_one else 0
 
 
 def _branched(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any) -> Any:

@@ -35,6 +35,11 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return flat(value for _, value in _inner(tensor)[0]) if is_wrapped(tensor) else [tensor]
 
 
+def storage_of(part: torch.Tensor) -> int:
+    """The id of a tensor's storage; 0 of one that has none, such as a sparse one."""
+    return int(part.untyped_storage()._cdata) if part.layout is torch.strided else 0
+
+
 def flat(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The parts of all of them, in order."""
     return list(itertools.chain.from_iterable(map(parts_of, tensors)))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..codegen.wrapped_tensors import is_wrapped, parts_of, wrapping_of
+from ..codegen.wrapped_tensors import is_wrapped, parts_of, storage_of, wrapping_of
 from .found import PLAIN
 
 _LEAVES = frozenset([torch.Tensor, torch.nn.Parameter, int, float, bool, str, type(None)])
@@ -38,7 +38,7 @@ def memory_of(parts: Sequence[torch.Tensor], known: Mapping[int, int]) -> tuple[
         known: the storages of tensors that the step reaches otherwise, with their positions.
     """
     distinct = {id(part): part for part in parts if part.layout is torch.strided}
-    storages = [part.untyped_storage()._cdata for part in distinct.values()]
+    storages = list(map(storage_of, distinct.values()))
     if len(set(storages)) == len(storages) and known.keys().isdisjoint(storages):
         return ()
     number = {storage: place for place, storage in enumerate(dict.fromkeys(storages))}

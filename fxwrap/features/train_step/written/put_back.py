@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from ....graphs.copies import Generators
-from ..codegen.wrapped_tensors import flat
+from ..codegen.wrapped_tensors import flat, storage_of
 from .found import Found
 from .gradients import Before
 from .side_effects import SideEffects
@@ -21,7 +21,7 @@ class Kept:
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._storages = list({one.untyped_storage()._cdata: one.untyped_storage() for one in tensors}.values())
+        self._storages = list({storage_of(one): one.untyped_storage() for one in tensors}.values())
         self._copies = [one.cpu() if one.device.type != "cpu" else one.clone() for one in self._storages]
         devices = {storage.device for storage in self._storages} or {torch.device("cpu")}
         self._generators = [Generators(device) for device in devices]

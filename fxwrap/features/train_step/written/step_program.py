@@ -28,7 +28,7 @@ class StepProgram:
         outputs: makes what the step returns of the tensors that the program returns.
         compilation: keeps its programs in reports.
         modes: what modules' ``training`` is afterwards, where the step sets it.
-        rounding: of the least precise numbers in it, relative.
+        rounding: of the least precise numbers in it, relative; 0 where no call is checked.
     """
 
     run: Callable[..., Sequence[torch.Tensor]]

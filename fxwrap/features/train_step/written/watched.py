@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of, wrapping_of
+from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of, storage_of, wrapping_of
 from ..refusals import PARAMETER_HOOKS
 from .arguments import Same
 from .found import PLAIN, Found, content_of
@@ -99,9 +99,8 @@ def shared_memory(found: Found) -> list[tuple[str, ...]]:
     storages: dict[int, list[str]] = {}
     for tensor, name in found.tensors.items():
         for part in parts_of(tensor):
-            if part.layout is not torch.strided:
-                continue
-            storages.setdefault(part.untyped_storage()._cdata, []).append(name)
+            if storage := storage_of(part):
+                storages.setdefault(storage, []).append(name)
     return [tuple(names) for names in storages.values() if len(names) > 1]
 
 

@@ -20,7 +20,7 @@ from ....graphs.compilation import Compilation
 from ....host_graph.user_code import described
 from ..codegen.as_it_stands import TRACING, compiled, is_tracing
 from ..codegen.tracing_state import autocast_is_on, modes, without_autocast
-from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of
+from ..codegen.wrapped_tensors import flat, is_wrapped, parts_of, storage_of
 from ..group import begin_alike, check_group
 from ..optimizers import make_states, move_to_parameters
 from ..refusals import of_modules
@@ -246,8 +246,7 @@ class WrittenStep:
         self._found, self._facts, self._watched = found, facts, Watched(found)
         self._tensors = list(self._named_tensors())
         self._places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
-        strided = (tensor for tensor in self._tensors if tensor.layout is torch.strided)
-        self._storages = {tensor.untyped_storage()._cdata: place for place, tensor in enumerate(strided)}
+        self._storages = {storage_of(tensor): place for place, tensor in enumerate(self._tensors)}
         self._serving = {}
 
     def _named_tensors(self) -> dict[torch.Tensor, str]:
@@ -367,7 +366,7 @@ class WrittenStep:
             compilation,
             autocast_is_on(),
             call.modes,
-            trace.rounding(),
+            trace.rounding() if self._checks.every else 0.0,
         )
         self._programs.append(program)
         self._serving = {}
