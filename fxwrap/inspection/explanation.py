@@ -31,7 +31,6 @@ def name_of(fn: Any) -> str:
     """What a report is about: the class of a module, or the name of a function and its place."""
     for wrapped in (BOUND, "_orig_mod", "_torchdynamo_orig_callable"):
         fn = getattr(fn, wrapped, fn)
-        fn = fn[0] if isinstance(fn, tuple) else fn
     fn = inspect.unwrap(fn)
     fn = fn.func if isinstance(fn, functools.partial) else fn
     name, code = getattr(fn, "__qualname__", type(fn).__qualname__), getattr(fn, "__code__", None)

@@ -477,7 +477,11 @@ class OurSide(Side):
         )
 
     def _call(self, batch: tuple[Any, ...]) -> None:
+        written = self._written()
         self.seen.append(self._within_limit(lambda: self.step(*batch)))
+        no_program = self._written() != written
+        if self.training.accumulate == 1 and not no_program and any(p.grad is not None for p in self.parameters):
+            raise DifferenceError("p.grad is left with accumulate=1")
 
     # -- limits
 

@@ -32,9 +32,7 @@ from fxwrap.errors import causes  # noqa: E402
 
 # What is refused with a reason, by a part of its text.
 _REFUSED = (
-    "disjoint backward regions",  # torch repeats the sections of checkpoints at one place of a backward only
     "data decide on the size of",  # which no limit can be held with
-    "SGD with dampening makes its first update",  # a parameter had no gradient in the ordinary step before
     "does not support running with fake tensors",  # CUDA's GRU cell with dynamic sizes
 )
 

@@ -124,8 +124,9 @@ class TrainStep(WrittenStep):
                 parameter.grad = None  # that of a trace has to go first
                 parameter.grad = total
         if ends:
-            if self._clip_norm is not None:
-                torch.nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+            if self._clip_norm is not None:  # of those that were frozen within an update, too
+                every = [p for group in optimizer.param_groups for p in group["params"]]
+                torch.nn.utils.clip_grad_norm_(every, self._clip_norm)
             optimizer.step()
         return outputs
 

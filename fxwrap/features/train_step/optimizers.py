@@ -73,8 +73,8 @@ def _make_momentum(optimizer: Optimizer, updated: Collection[torch.Tensor]) -> N
     known = set(updated)
     for group in optimizer.param_groups:
         if group["momentum"] and not group["dampening"]:
-            for parameter in known.intersection(group["params"]):
-                if optimizer.state[parameter].get("momentum_buffer") is None:
+            for parameter in group["params"]:
+                if parameter in known and optimizer.state[parameter].get("momentum_buffer") is None:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 

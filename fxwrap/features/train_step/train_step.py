@@ -182,14 +182,14 @@ def _written(
             expected="a function step(*batch), or a model, a loss and an optimizer",
             got=type(step).__name__,
         )
-    given: dict[str, Any] = {f"modules[{number}]": module for number, module in enumerate(modules)}
-    given |= {f"optimizers[{number}]": optimizer for number, optimizer in enumerate(optimizers)}
-    for name, one in given.items():
-        kind = torch.nn.Module if name.startswith("modules") else Optimizer
-        if not isinstance(one, kind):
-            raise TrainStepError(
-                f"{name.partition('[')[0]} of train_step",
-                expected=f"a list of {kind.__module__}.{kind.__name__}",
-                got=type(one).__name__,
-            )
+    given: dict[str, torch.nn.Module | Optimizer] = {}
+    for name, kind, values in (("modules", torch.nn.Module, modules), ("optimizers", Optimizer, optimizers)):
+        for number, one in enumerate(values):
+            if not isinstance(one, kind):
+                raise TrainStepError(
+                    f"{name} of train_step",
+                    expected=f"a list of {kind.__module__}.{kind.__name__}",
+                    got=type(one).__name__,
+                )
+            given[f"{name}[{number}]"] = one
     return WrittenStep(step, step, given, *how)

@@ -178,12 +178,13 @@ def test_frozen_between_updates() -> None:
     assert_same(habit)
 
 
-def test_frozen_within_an_update() -> None:
-    """Its gradient of the first micro-batch is there, and is taken."""
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}], ids=["", "clipped"])
+def test_frozen_within_an_update(settings: dict[str, Any]) -> None:
+    """Its gradient of the first micro-batch is there, and is taken; so it counts in the norm."""
 
     def habit(make: Maker) -> Iterator[Any]:
         model = Net()
-        step = make(model, squares, optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+        step = make(model, squares, optim.SGD(model.parameters(), lr=0.1), accumulate=2, **settings)
         last = list(model.parameters())[-1]
         for n in range(3):
             yield step(*batch(seed=n))

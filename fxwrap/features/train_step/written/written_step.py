@@ -39,11 +39,18 @@ from .watched import Facts, Watched, difference, facts_of, shared_memory
 
 log = logging.getLogger(__name__)
 _Step = TypeVar("_Step", bound="WrittenStep")
+# By optimizer, the parameters for which it had a gradient in a trace.
+_Updated = dict[Optimizer, list[torch.Tensor]]
 
 # Why a call runs as it is written.
 FIRST = "first call"
 NEW_STATE = "makes state of an optimizer"
 TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
+
+
+def _with_state(updated: _Updated) -> list[tuple[Optimizer, torch.Tensor]]:
+    """Make the states that a trace has made, where that is known how. Returns for what they were made."""
+    return [(optimizer, p) for optimizer in updated for p in make_states(optimizer, updated[optimizer])]
 
 
 class WrittenStep:
@@ -91,8 +98,6 @@ class WrittenStep:
         self._places: dict[int, int] = {}  # of these tensors, by id
         self._storages: dict[int, int] = {}  # of their storages, by id
         self._serving: dict[Kind, list[StepProgram]] = {}
-        # By optimizer, the parameters that it has updated in a trace that has made state of an optimizer.
-        self._updated: dict[Optimizer, list[torch.Tensor]] = {}
         self._rehearses = False
         self._dropped: Sequence[torch.Tensor] = ()
         self._only_as_written = ""
@@ -126,13 +131,14 @@ class WrittenStep:
                 self._serving[kind] = programs
         program = next((one for one in programs if one.gradients.fit() and self._lies_alike(one, given)), None)
         if program is None:
-            as_written = TOO_MANY if self._has_too_many(kind) else NEW_STATE
-            program = self._trace(leaves, kind) if as_written is NEW_STATE else None
-            if program is None and (made := self._make_states()):
+            traced = TOO_MANY if self._has_too_many(kind) else self._trace(leaves, kind)
+            if isinstance(traced, dict) and (made := _with_state(traced)):
                 return self._with_states(made, args, kwargs)
-            if program is None:
-                result = self._as_written(as_written, args, kwargs)
+            if not isinstance(traced, StepProgram):
+                reason = traced if isinstance(traced, str) else NEW_STATE
+                result = self._as_written(reason, args, kwargs)
                 return self._once_more(args, kwargs) if self._rehearses else result
+            program = traced
         if self._checks.due(program):
             return self._checked(program, given, args, kwargs)
         return self._run(program, given)
@@ -150,11 +156,6 @@ class WrittenStep:
             for optimizer, parameter in made:
                 optimizer.state.pop(parameter, None)
             raise
-
-    def _make_states(self) -> list[tuple[Optimizer, torch.Tensor]]:
-        """Make the states that the last trace has made, where that is known how."""
-        updated, self._updated = self._updated, {}
-        return [(optimizer, p) for optimizer in updated for p in make_states(optimizer, updated[optimizer])]
 
     def _checked(
         self, program: StepProgram, given: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -270,8 +271,10 @@ class WrittenStep:
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
-    def _trace(self, leaves: Sequence[Any], kind: Kind) -> StepProgram | None:
-        """Trace and compile the step for a call; None if it makes state of an optimizer, which no trace keeps."""
+    def _trace(self, leaves: Sequence[Any], kind: Kind) -> StepProgram | _Updated:
+        """Trace and compile the step for a call; what is updated if it makes state of an optimizer, for which no
+        program is made.
+        """
         reason = self._reason(kind)
         others = [one.kind for one in self._present() if kind.alike_but_for_sizes(one.kind)]
         varying = kind.varying(others, self._dynamic)
@@ -285,11 +288,13 @@ class WrittenStep:
             log.info("sizes of %s cannot vary: %s", self.__name__, described(error))
             reason = f"{reason}, which cannot vary"
             program = self._program(leaves, kind, [()] * len(varying))
-        self.traced[reason] += program is not None
+        self.traced[reason] += isinstance(program, StepProgram)
         note_trace(getattr(self._step, "__code__", None))
         return program
 
-    def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram | None:
+    def _program(
+        self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]
+    ) -> StepProgram | _Updated:
         if reasons := of_modules(self._found.modules):
             raise self._refused(*reasons)
         before = Before.of(self._found.leaves())
@@ -299,10 +304,7 @@ class WrittenStep:
             if call.needs_absent:
                 call = TracedCall(self._called, self._found, leaves, kind.structure, before)
                 made_state = self._traced(call, varying)
-            if made_state:
-                self._updated = call.updated
-                return None
-            return self._compiled(call, kind, varying)
+            return call.updated if made_state else self._compiled(call, kind, varying)
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
