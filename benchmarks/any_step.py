@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
-import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from any_step_jax import jax_step
 from any_step_programs import PROGRAMS, as_written, compiled_by
 from rich.console import Console
 from rich.table import Table
-from timing import geometric_mean
+from timing import geometric_mean, in_turn
 from torch import Tensor
 
 import fxwrap
@@ -41,8 +40,6 @@ INDUCTOR, FXWRAP, STEP, JAX = "inductor", "fxwrap", "train_step", "jax"
 SIDES = INDUCTOR, FXWRAP, STEP, JAX
 # Steps whose losses are compared, and how far they may be apart.
 _CHECKED, _TOLERANCE = 6, 1e-3
-# What a side's turn takes, about.
-_TURN_SECONDS = 0.05
 
 Call = Callable[[], Any]
 
@@ -83,26 +80,6 @@ def problems(name: str, sides: dict[str, Call]) -> list[str]:
     return found
 
 
-def measure(sides: dict[str, Call], seconds: float) -> dict[str, list[float]]:
-    """Microseconds a step, one number for each turn."""
-
-    def timed(call: Call, steps: int) -> float:
-        call()
-        begin = time.perf_counter()
-        for _ in range(steps):
-            call()
-        return (time.perf_counter() - begin) / steps
-
-    steps = {side: max(3, round(_TURN_SECONDS / timed(call, 3))) for side, call in sides.items()}
-    times, order = defaultdict[str, list[float]](list), list(sides)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end or len(times[order[0]]) < 5:
-        random.shuffle(order)
-        for side in order:
-            times[side].append(timed(sides[side], steps[side]) * 1e6)
-    return times
-
-
 def ratio(times: dict[str, list[float]], other: str) -> float:
     return statistics.median(a / b for a, b in zip(times[STEP], times[other], strict=True))
 
@@ -122,7 +99,7 @@ def main() -> int:
         for problem in problems(name, sides):
             print(problem)
             failed = True
-        times = measure(sides, given.seconds)
+        times = in_turn(sides, given.seconds)
         for side in sides:
             ratios[side].append(ratio(times, side))
         medians = [f"{statistics.median(times[side]):.0f}" if side in times else "" for side in SIDES]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,3 +67,28 @@ def compare(
         statistics.median(b for _, b in measured),
         statistics.median(a / b for a, b in measured),
     )
+
+
+def in_turn(sides: Mapping[str, Callable[[], Any]], seconds: float, turn: float = 0.05) -> dict[str, list[float]]:
+    """Microseconds a call of each side: one number for each turn, of which there are at least five.
+
+    Args:
+        seconds: for all turns.
+        turn: seconds of one side in a turn.
+    """
+
+    def timed(side: Callable[[], Any], calls: int) -> float:
+        side()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            side()
+        return (time.perf_counter() - begin) / calls
+
+    calls = {name: max(3, round(turn / timed(side, 3))) for name, side in sides.items()}
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    end, order = time.monotonic() + seconds, list(sides)
+    while time.monotonic() < end or len(times[order[0]]) < 5:
+        random.shuffle(order)
+        for name in order:
+            times[name].append(timed(sides[name], calls[name]) * 1e6)
+    return times

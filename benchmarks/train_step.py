@@ -21,18 +21,15 @@ from __future__ import annotations
 import argparse
 import copy
 import inspect
-import random
 import statistics
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 from speed_models import Made, gru, mlp, recommender
-from timing import geometric_mean, own
+from timing import geometric_mean, in_turn, own
 from torch import Tensor, nn
 from torch._inductor.compile_fx import compile_fx
 
@@ -41,7 +38,6 @@ from fxwrap.features.train_step.codegen import as_it_stands
 
 ORDINARY, OURS, ONE, STEP, JAX = "ordinary, inductor", "ordinary, fxwrap", "one function", "train_step", "jax"
 # Steps of each alternative in one turn.
-_STEPS = 20
 
 
 class Block(nn.Module):
@@ -200,22 +196,6 @@ def difference(steps: dict[str, Callable[[], Any]], models: dict[str, nn.Module]
     return f"losses of {', '.join(far)} are not the ordinary loop's" if far else ""
 
 
-def measure(steps: dict[str, Callable[[], Any]], seconds: float) -> dict[str, list[float]]:
-    """Microseconds a step, one number for each turn."""
-    times = defaultdict[str, list[float]](list)
-    end, order = time.monotonic() + seconds, list(steps)
-    while time.monotonic() < end or len(times[order[0]]) < 5:
-        random.shuffle(order)
-        for name in order:
-            step = steps[name]
-            step()
-            begin = time.perf_counter()
-            for _ in range(_STEPS):
-                step()
-            times[name].append((time.perf_counter() - begin) / _STEPS * 1e6)
-    return times
-
-
 def main() -> int:
     # gpu_checks.py imports this module where torch is all that is installed.
     from rich.console import Console
@@ -235,7 +215,7 @@ def main() -> int:
         if problem := difference(steps, models):
             print(f"{name}: {problem}")
             wrong = True
-        times = measure(steps, given.seconds)
+        times = in_turn(steps, given.seconds)
         ratios.append(statistics.median(a / b for a, b in zip(times[STEP], times[ORDINARY], strict=True)))
         shown = [
             f"{statistics.median(times[one]):.0f}" if one in times else "" for one in (ORDINARY, OURS, ONE, STEP, JAX)

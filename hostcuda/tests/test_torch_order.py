@@ -108,3 +108,14 @@ def test_branches_of_a_graph() -> None:
     """
     assert run(script, HOSTCUDA_ORDER="lifo", HOSTCUDA_LAZY="1", HOSTCUDA_POISON="1") == ["0.0", "3.0"]
     assert run(script, HOSTCUDA_LAZY="1") == ["3.0", "3.0"]
+
+
+def test_a_list_with_a_number_on_the_host() -> None:
+    """As optimizers have counts of steps, some on the device, some on the host: both are counted."""
+    script = """
+        counts = [torch.ones((), device="cuda"), torch.ones(())]
+        torch._foreach_add_(counts, 1)
+        torch._foreach_mul_(counts, 3)
+        print([count.item() for count in counts])
+    """
+    assert run(script) == run(script, HOSTCUDA_LAZY="1") == ["[6.0, 6.0]"]

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from ...errors import TrainStepError
 from .losses import loss_among, must_train
+from .optimizers import make_states
 from .refusals import of_modules, refusals
 from .written.averaged import no_sync
 from .written.gradients import layout_of
@@ -63,6 +64,7 @@ class TrainStep(WrittenStep):
         self._loss, self._clip_norm, self._accumulate = loss, clip_norm, accumulate
         # Where gradients of several calls are added up. They stay, as recordings know their addresses.
         self._sums: dict[torch.Tensor, torch.Tensor] = {}
+        self._with_gradient: list[torch.Tensor] = []  # of the last trace
         name = f"the training of {type(model).__name__} with {type(optimizer).__name__}"
         if reasons := [*of_modules(model.modules()), *refusals(loss, optimizer)]:
             raise refused(name, reasons)
@@ -117,6 +119,7 @@ class TrainStep(WrittenStep):
             share = value / self._accumulate if self._accumulate > 1 else value
             share.backward(inputs=parameters)
         must_train(parameters)
+        self._with_gradient = [p for p in parameters if p.grad is not None]
         for parameter, total in zip(parameters, sums, strict=False):
             if total is not None and parameter.grad is not None:
                 with torch.no_grad():
@@ -129,6 +132,12 @@ class TrainStep(WrittenStep):
                 torch.nn.utils.clip_grad_norm_(every, self._clip_norm)
             optimizer.step()
         return outputs
+
+    def _made_for_later(self) -> list[tuple[Optimizer, torch.Tensor]]:
+        """What the update of these gradients makes: with it, the programs of micro-batches are compiled once."""
+        if self._ends():
+            return []
+        return [(self.optimizer, p) for p in make_states(self.optimizer, self._with_gradient)]
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> TrainStep:
         options = {**(self._options or {}), **(options or {})}

@@ -42,7 +42,7 @@ def make_states(optimizer: Optimizer, updated: Collection[torch.Tensor]) -> list
     without = [parameter for parameter in updated if not optimizer.state.get(parameter)]
     if form[1].__name__ == "sgd":
         _make_momentum(optimizer, updated)
-    else:
+    elif without:
         step, function = form
         scope = {**step.__globals__, function.__name__: lambda *_, **__: None}
         collect = types.FunctionType(step.__code__, scope, step.__name__, step.__defaults__)

@@ -85,10 +85,24 @@ Call::Call(const c10::OperatorHandle& op, Stack arguments)
                   t.device(), "! (", name_, ")");
 }
 
+// Lists as those of `_foreach_add_`, which torch's own code goes through one by one: numbers on the host are among them.
+bool Call::is_written_list(size_t argument) const {
+  const c10::AliasInfo* info = schema_.arguments()[argument].alias_info();
+  return info && info->isWrite() && arguments_[argument].isTensorList() && !schema_.arguments()[argument].is_out();
+}
+bool Call::writes_to_host() const {
+  for (size_t i = 0; i < arguments_.size(); ++i)
+    if (is_written_list(i))
+      for (const at::Tensor& t : tensors_in(arguments_[i]))
+        if (!on_device(t)) return true;
+  return false;
+}
+
 Stack Call::run() {
   std::optional<decltype(in_torch::handle())> handle; // the real handle pool and workspaces
   if (kProducts.count(base_)) handle.emplace(in_torch::handle());
   if (returns_values()) return run_now("its result is a value on the host");
+  if (writes_to_host()) return run_now("it writes to a tensor on the host");
   if (kMetaDisagrees.count(base_)) return run_now("its meta kernel does not tell the shape");
   return defer();
 }
@@ -122,7 +136,7 @@ Call::OnHost Call::on_host() const {
       here.arguments.emplace_back(c10::Device(c10::DeviceType::CPU));
     } else {
       here.arguments.push_back(with_tensors(arguments_[i], [&](const at::Tensor& t) {
-        if (!on_device(t)) return copy_of(t);
+        if (!on_device(t)) return is_written_list(i) ? t : copy_of(t);
         at::Tensor alias = aliases.of(t);
         here.ranges.push_back(range_of(alias));
         return alias;

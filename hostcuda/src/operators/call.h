@@ -24,6 +24,8 @@ class Call {
 
   bool returns_values() const;
   bool leaves_statistics_empty() const;
+  bool is_written_list(size_t argument) const;
+  bool writes_to_host() const;
   size_t returned_as(const c10::Argument& result) const; // which argument it aliases
   OnHost on_host() const;
   std::optional<Stack> meta_results(Stack* meta_arguments, std::string* why_not) const;

@@ -15,7 +15,7 @@ from torch import nn, optim
 
 import fxwrap
 from fxwrap.backend import parsed
-from fxwrap.errors import MemoryLimitError, OptionError
+from fxwrap.errors import MemoryLimitError, OptionError, TrainStepError
 from fxwrap.torch_private.functions import allocations
 
 
@@ -73,6 +73,27 @@ def test_what_cannot_fit_is_an_error_before_anything_runs() -> None:
     step = _made(model, memory_limit=caught.value.least)
     step(torch.randn(256, 16))
     assert not step.ordinary_calls  # the first call is a program, too
+
+
+def test_a_trace_takes_no_memory() -> None:
+    """It has a p.grad for each parameter, to find out whether the step reads it."""
+    model, x = nn.Linear(256, 256), torch.randn(2, 256)
+    optimizer = optim.SGD(model.parameters())
+
+    def update(x: torch.Tensor) -> None:
+        if loss(model, x) > 0:  # such a step has no program, whose making would take memory
+            loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = fxwrap.train_step(update)
+    step(x)
+
+    def refused() -> None:
+        with pytest.raises(TrainStepError, match="reads a number"):
+            step(x)
+
+    assert peak(refused) < model.weight.nbytes
 
 
 def test_another_size_is_within_the_limit_or_an_error() -> None:

@@ -51,12 +51,14 @@ class Before:
         return cls(parameters, grads, grads)
 
     def with_any(self) -> Before:
-        """The same, where each parameter that may get a gradient has one."""
-        with torch.no_grad():
-            grads = [
-                torch.zeros_like(parameter) if grad is None and parameter.requires_grad else grad
-                for parameter, grad in zip(self.parameters, self.real, strict=True)
-            ]
+        """The same, where each parameter that may get a gradient has one, which takes no memory.
+
+        It is the parameter's own memory: a trace reads no values, and one that uses it makes no program.
+        """
+        grads = [
+            parameter.detach() if grad is None and parameter.requires_grad else grad
+            for parameter, grad in zip(self.parameters, self.real, strict=True)
+        ]
         return Before(self.parameters, self.real, grads)
 
     def entries(self) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, bool]]:

@@ -39,8 +39,8 @@ from .watched import Facts, Watched, difference, facts_of, shared_memory
 
 log = logging.getLogger(__name__)
 _Step = TypeVar("_Step", bound="WrittenStep")
-# By optimizer, the parameters for which it had a gradient in a trace.
-_Updated = dict[Optimizer, list[torch.Tensor]]
+# Parameters for which an optimizer's state was made.
+_Made = list[tuple[Optimizer, torch.Tensor]]
 
 # Why a call runs as it is written.
 FIRST = "first call"
@@ -48,8 +48,8 @@ NEW_STATE = "makes state of an optimizer"
 TOO_MANY = "more programs than torch.compiler.config.recompile_limit"
 
 
-def _with_state(updated: _Updated) -> list[tuple[Optimizer, torch.Tensor]]:
-    """Make the states that a trace has made, where that is known how. Returns for what they were made."""
+def _with_state(updated: Mapping[Optimizer, Sequence[torch.Tensor]]) -> _Made:
+    """Make the states that an update of these parameters makes, where that is known how."""
     return [(optimizer, p) for optimizer in updated for p in make_states(optimizer, updated[optimizer])]
 
 
@@ -132,8 +132,8 @@ class WrittenStep:
         program = next((one for one in programs if one.gradients.fit() and self._lies_alike(one, given)), None)
         if program is None:
             traced = TOO_MANY if self._has_too_many(kind) else self._trace(leaves, kind)
-            if isinstance(traced, dict) and (made := _with_state(traced)):
-                return self._with_states(made, args, kwargs)
+            if isinstance(traced, list) and traced:
+                return self._with_states(traced, args, kwargs)
             if not isinstance(traced, StepProgram):
                 reason = traced if isinstance(traced, str) else NEW_STATE
                 result = self._as_written(reason, args, kwargs)
@@ -146,9 +146,7 @@ class WrittenStep:
     def _once_more(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return WrittenStep._call(self, args, kwargs)
 
-    def _with_states(
-        self, made: Sequence[tuple[Optimizer, torch.Tensor]], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _with_states(self, made: _Made, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call for which states were made. It changes nothing if it fails, so that they go."""
         try:
             return self._once_more(args, kwargs)
@@ -271,9 +269,9 @@ class WrittenStep:
 
     # -- tracing ---------------------------------------------------------------------------------------------------
 
-    def _trace(self, leaves: Sequence[Any], kind: Kind) -> StepProgram | _Updated:
-        """Trace and compile the step for a call; what is updated if it makes state of an optimizer, for which no
-        program is made.
+    def _trace(self, leaves: Sequence[Any], kind: Kind) -> StepProgram | _Made:
+        """Trace and compile the step for a call. No program is made where the call makes state of an optimizer: what
+        was made of that state by now is returned, for another trace with it.
         """
         reason = self._reason(kind)
         others = [one.kind for one in self._present() if kind.alike_but_for_sizes(one.kind)]
@@ -292,9 +290,7 @@ class WrittenStep:
         note_trace(getattr(self._step, "__code__", None))
         return program
 
-    def _program(
-        self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]
-    ) -> StepProgram | _Updated:
+    def _program(self, leaves: Sequence[Any], kind: Kind, varying: Sequence[Collection[int]]) -> StepProgram | _Made:
         if reasons := of_modules(self._found.modules):
             raise self._refused(*reasons)
         before = Before.of(self._found.leaves())
@@ -304,7 +300,13 @@ class WrittenStep:
             if call.needs_absent:
                 call = TracedCall(self._called, self._found, leaves, kind.structure, before)
                 made_state = self._traced(call, varying)
-            return call.updated if made_state else self._compiled(call, kind, varying)
+            if made_state:
+                return _with_state(call.updated)
+            return self._made_for_later() or self._compiled(call, kind, varying)
+
+    def _made_for_later(self) -> _Made:
+        """State that a later call makes, and that was made now."""
+        return []
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
