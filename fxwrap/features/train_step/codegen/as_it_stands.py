@@ -20,6 +20,7 @@ import itertools
 import linecache
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, make_fx
 from torch.fx.experimental.symbolic_shapes import (
     SYMPY_INTERP,
@@ -76,6 +77,7 @@ class Traced:
         writes_given: whether it writes to one of these, or to memory in which one lies.
         faults: what the function does with random numbers that no program does.
         only_read: the lines that read numbers of tensors with which the trace computes nothing.
+        made: the values that its operators have returned.
     """
 
     gm: GraphModule
@@ -86,6 +88,7 @@ class Traced:
     writes_given: bool
     faults: Sequence[str]
     only_read: Sequence[str]
+    made: Sequence[weakref.ref[torch.Tensor]]
 
     def is_used(self, position: int) -> bool:
         """Whether the function has used an input."""
@@ -110,16 +113,19 @@ class Traced:
         }
         if called - _OF_TORCH:
             return []  # an operator of others may keep what it was given
-        gc.collect()
-        objects = gc.get_objects()
-        # Of subgraphs, too. Torch makes new tensors of those of a trace for what it notes at nodes.
-        notes = [one.meta for one in objects if type(one) is Node]
+        graphs = [module.graph for module in self.gm.modules() if isinstance(module, GraphModule)]
+        notes = [node.meta for graph in graphs for node in graph.nodes]
         own = {id(value) for value in tree_leaves([*self.examples, *notes])}
-        mode = self.examples[0].fake_mode if self.examples else None  # type: ignore[attr-defined]
-        left = [one for one in objects if type(one) is FakeTensor and one.fake_mode is mode and id(one) not in own]
-        del objects, notes
+        if not self._alive(own):
+            return []
+        gc.collect()  # it takes long in a large process
+        left = self._alive(own)
         # What only torch holds, nobody sees.
         return [owner for one in left if (owner := _owner(one, left))]
+
+    def _alive(self, besides: Collection[int]) -> list[torch.Tensor]:
+        values = (reference() for reference in self.made)
+        return [value for value in values if value is not None and id(value) not in besides]
 
     def rounding(self) -> float:
         """The relative rounding of the least precise floating-point numbers in the graph; 0 if it has none."""
@@ -162,6 +168,7 @@ def traced(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=not varies)
     unknown: list[tuple[torch.Tensor, str]] = []
     random, written, read = RandomNumbers(), set[int](), dict[str, str]()
+    made: list[weakref.ref[torch.Tensor]] = []
 
     def with_fakes(*inputs: torch.Tensor) -> list[torch.Tensor]:
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
@@ -173,7 +180,7 @@ def traced(
         def is_used(tensor: torch.Tensor) -> bool:
             return bool(nodes[id(tensor)].users)
 
-        substitution = _InPlaceOf(fakes, unknown, random, written, read, mode)
+        substitution = _InPlaceOf(fakes, unknown, random, written, read, made, mode)
         with Patches() as patches, substitution:
             random.patch(patches, lambda: substitution in _get_current_dispatch_mode_stack())
             return list(function(inputs[len(tensors) :], is_used))
@@ -193,7 +200,7 @@ def traced(
     writes_given = not written.isdisjoint(map(storage_of, examples[len(tensors) :]))
     used = {node.name for node in gm.graph.nodes if node.users}
     only_read = list(dict.fromkeys(line for name, line in read.items() if name not in used))
-    return Traced(gm, examples, unknown, len(given), varies, writes_given, random.faults, only_read)
+    return Traced(gm, examples, unknown, len(given), varies, writes_given, random.faults, only_read, made)
 
 
 def _owner(value: torch.Tensor, besides: list[Any]) -> str:
@@ -225,6 +232,7 @@ class _InPlaceOf(TorchDispatchMode):
         random: draws random numbers.
         written: gets the storages of fake values that are written.
         read: gets the lines that read numbers of tensors, by names of nodes.
+        made: gets what operators return.
     """
 
     # Such as ``torch.cond``. A branch may use operands only.
@@ -237,11 +245,12 @@ class _InPlaceOf(TorchDispatchMode):
         random: RandomNumbers,
         written: set[int],
         read: dict[str, str],
+        made: list[weakref.ref[torch.Tensor]],
         mode: FakeTensorMode,
     ) -> None:
         super().__init__()
         self._fakes, self._unknown, self._random, self._mode = fakes, unknown, random, mode
-        self._written, self._read = written, read
+        self._written, self._read, self._made = written, read, made
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -261,6 +270,7 @@ class _InPlaceOf(TorchDispatchMode):
             result = self._random.draw(func, given_args, given_kwargs)
         else:
             result = func(*given_args, **given_kwargs)
+        self._made += (weakref.ref(one) for one in tree_leaves(result) if isinstance(one, FakeTensor))
         if func is _READS_A_NUMBER:
             nodes = reversed(get_proxy_mode().tracer.graph.nodes)  # type: ignore[union-attr]
             name = next(node.name for node in nodes if node.target is func)
