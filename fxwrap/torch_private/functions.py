@@ -315,13 +315,23 @@ def device_guard(device_type: str) -> Callable[[int], Any] | None:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """A context without dispatch modes and without the meta device's kernels, for finalizers.
+    """A context without dispatch modes, functionalization, function transforms and the meta device's kernels.
 
-    A finalizer may run within a kernel of the meta device for a fake tensor; every operator would use such kernels.
+    For finalizers: one may run while an operator is traced, or within a kernel of the meta device for a fake tensor.
     """
     with _disable_current_modes(), torch._C._PreserveDispatchKeyGuard():
         torch._C._set_meta_in_tls_dispatch_include(False)
+        for key in _LAYERS:
+            torch._C._dispatch_tls_set_dispatch_key_included(key, False)
         yield
+
+
+# Of the dispatcher: functionalization, and what ``torch.func`` puts around operators.
+_LAYERS = [
+    torch._C.DispatchKey.Functionalize,
+    torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode,
+    torch._C.DispatchKey.FuncTorchDynamicLayerBackMode,
+]
 
 
 def wrapper_functions() -> dict[str, Callable[..., Any]]:

@@ -255,9 +255,24 @@ def test_if_one_thread_had_warmed_up_for_all_a_capture_would_fail(
     assert any("making a library's handle" in event for event in counters["events"]), counters
 
 
-@pytest.mark.parametrize("in_kernel", [False, True])
+@contextlib.contextmanager
+def _in_a_kernel_of_the_meta_device() -> Iterator[None]:
+    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode):
+        yield
+
+
+@contextlib.contextmanager
+def _functionalizing() -> Iterator[None]:
+    torch._enable_functionalization(reapply_views=False)
+    try:
+        yield
+    finally:
+        torch._disable_functionalization()
+
+
+@pytest.mark.parametrize("tracing", [FakeTensorMode, _in_a_kernel_of_the_meta_device, _functionalizing])
 def test_a_recording_that_is_collected_while_another_program_is_traced(
-    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, in_kernel: bool
+    compiled: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch, tracing: Any
 ) -> None:
     """Its memory is kept until the device is done with it; tracing is none of its business."""
     f: Compiled = compiled(lambda x: x.sin() + 1)
@@ -269,8 +284,7 @@ def test_a_recording_that_is_collected_while_another_program_is_traced(
     monkeypatch.setattr(sys, "unraisablehook", raised.append)
     monkeypatch.setattr(sys, "excepthook", lambda *error: raised.append(error))
     del recording
-    # ... and also where fake tensors have a kernel of the meta device answer.
-    with FakeTensorMode() as mode, in_kernel_invocation_manager(mode) if in_kernel else contextlib.nullcontext():
+    with tracing():
         f.program.specializations.clear()
         gc.collect()
     assert gone() is None and not raised
