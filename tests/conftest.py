@@ -49,6 +49,8 @@ from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.
 _EMISSION["fx_graph_cache"] = False
+# Here what is tested is not what compiles, and many tests have the same graph, which is compiled once.
+FROM_CACHES = Path(__file__).parent / "features" / "train_step"
 remove_halves(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 # Torch writes a line of JSON about every step of a compilation if anybody listens, and pytest listens to all loggers.
 logging.Logger.manager.loggerDict.pop("torch.__trace", None)
@@ -160,6 +162,9 @@ DEVICES: dict[str, Callable[[], contextlib.AbstractContextManager[torch.device]]
     "hostsim": out_of_tree("hostsim"),
 }
 IN_ANY_PROCESS = ["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
+# What captures and plans has the simulated device beside the CPU. All else has frozen addresses in hostsim's lane of
+# ``make test``, or with ``--device simulated``.
+SIMULATED_TOO = tuple(Path(__file__).parent / name for name in ("graphs", "passes"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -172,6 +177,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--device")
         usual = IN_ANY_PROCESS
+        if not any(folder in metafunc.definition.path.parents for folder in SIMULATED_TOO):
+            usual = [usual[0], usual[2]]
         if metafunc.definition.get_closest_marker("accelerator") is not None:  # what is compared with the CPU
             usual = IN_ANY_PROCESS[2:]
         elif metafunc.definition.get_closest_marker("hardware") is not None:
@@ -192,6 +199,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
         items[:] = [item for item in items if item not in others]
+
+
+@pytest.fixture(autouse=True)
+def _from_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if FROM_CACHES in request.path.parents:
+        monkeypatch.setitem(_EMISSION, "fx_graph_cache", True)
 
 
 @pytest.fixture
