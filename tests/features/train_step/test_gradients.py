@@ -161,6 +161,16 @@ def test_replays_copy_no_gradients() -> None:
     assert all(p.grad is total for p, total in zip(model.parameters(), sums, strict=True))
 
 
+def test_each_program_of_an_update_is_compiled_once() -> None:
+    """State is made before the first of them, which does not use it: a program made without it would be made again."""
+    model = Net()
+    step = fxwrap.train_step(model, squares, optim.AdamW(model.parameters()), accumulate=2)
+    for n in range(6):
+        step(*batch(seed=n))
+        assert len(step.optimizer.state) == len(list(model.parameters()))
+    assert sum(step.traced.values()) == 2 and not step.ordinary_calls
+
+
 def test_frozen_between_updates() -> None:
     """What a frozen parameter has had in an earlier update is cleared, and does not come back when it thaws."""
 
