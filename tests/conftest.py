@@ -162,9 +162,11 @@ DEVICES: dict[str, Callable[[], contextlib.AbstractContextManager[torch.device]]
     "hostsim": out_of_tree("hostsim"),
 }
 IN_ANY_PROCESS = ["cpu", "simulated", pytest.param("gpu", marks=pytest.mark.gpu)]
-# What captures and plans has the simulated device beside the CPU. All else has frozen addresses in hostsim's lane of
-# ``make test``, or with ``--device simulated``.
-SIMULATED_TOO = tuple(Path(__file__).parent / name for name in ("graphs", "passes"))
+# Tests in these folders have frozen addresses in hostsim's lane of ``make test``, or with ``--device simulated``.
+ON_HOSTSIM = tuple(
+    Path(__file__).parent / name
+    for name in ("codegen", "features/bill", "features/train_step", "inspection", "reported")
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -177,7 +179,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         chosen = metafunc.config.getoption("--device")
         usual = IN_ANY_PROCESS
-        if not any(folder in metafunc.definition.path.parents for folder in SIMULATED_TOO):
+        if any(folder in metafunc.definition.path.parents for folder in ON_HOSTSIM):
             usual = [usual[0], usual[2]]
         if metafunc.definition.get_closest_marker("accelerator") is not None:  # what is compared with the CPU
             usual = IN_ANY_PROCESS[2:]

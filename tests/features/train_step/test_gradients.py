@@ -162,7 +162,7 @@ def test_replays_copy_no_gradients() -> None:
 
 
 def test_each_program_of_an_update_is_compiled_once() -> None:
-    """State is made before the first of them, which does not use it: a program made without it would be made again."""
+    """State is made before the first of them, which does not use it: otherwise that one would be compiled again."""
     model = Net()
     step = fxwrap.train_step(model, squares, optim.AdamW(model.parameters()), accumulate=2)
     for n in range(6):
