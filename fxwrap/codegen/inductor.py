@@ -33,7 +33,7 @@ from . import torch_versions as versions
 from .dynamo.names import input_names
 from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
-from .foreach_kernels import foreach_in_order
+from .order_of_lowering import reads_before_writes
 from .request import requesting
 from .store.caches import (
     cache_key,
@@ -254,7 +254,7 @@ def _emitted(
     with contextlib.ExitStack() as contexts:
         contexts.enter_context(config.patch(_EMISSION))
         contexts.enter_context(codegen_in_place(request.options.codegen))  # its lock is that of all of these
-        contexts.enter_context(foreach_in_order())
+        contexts.enter_context(reads_before_writes())
         if request.options.moves_work:
             contexts.enter_context(versions.one_loop_a_launch())
         handover = contexts.enter_context(requesting(request))

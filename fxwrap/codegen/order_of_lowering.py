@@ -1,4 +1,4 @@
-"""Two corrections of how Inductor orders foreach operators, of which it makes one kernel with a part for each tensor.
+"""Corrections of the order in which Inductor runs kernels that read what others write.
 
 ::
 
@@ -7,6 +7,12 @@
 
     foreach: y = a + c, z = b + d   the parts of a kernel run at the same time: none reads what another writes
     foreach: u = y * z, v = z * y
+
+    y = x.view(int32) * 2           what reads x by a view runs before x is written (pytorch#198104)
+    x[:] = 0
+
+Kernels run in the order of their lowering, and small work is lowered where its result is needed: late, where nothing
+tells that it reads what is written. Of foreach operators Inductor makes one kernel with a part for each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import lowering
+from torch._inductor import ir, lowering
+from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import ForeachKernelSchedulerNode
 from torch._inductor.virtualized import V
 
@@ -25,8 +32,8 @@ from .devices.patches import Patches
 
 
 @contextlib.contextmanager
-def foreach_in_order() -> Iterator[None]:
-    """A context in which Inductor keeps the order of foreach operators and what they depend on.
+def reads_before_writes() -> Iterator[None]:
+    """A context in which Inductor runs what reads a tensor before what writes it.
 
     Its tables and classes are the process's: the caller holds the lock for them.
     """
@@ -35,6 +42,7 @@ def foreach_in_order() -> Iterator[None]:
             of_aten = isinstance(operator, torch._ops.OpOverload)
             if of_aten and operator._schema.is_mutable and operator in lowering.lowerings:
                 patches.put_entry(lowering.lowerings, operator, _after_readers(lowering.lowerings[operator]))
+        patches.put(GraphLowering, "mark_buffer_mutated", _also_of_views(GraphLowering.mark_buffer_mutated))
         can_fuse = ForeachKernelSchedulerNode.can_fuse
 
         def fuses(cls: type, producer: Any, consumer: Any) -> bool:
@@ -47,8 +55,7 @@ def foreach_in_order() -> Iterator[None]:
 def _after_readers(lowered: Callable[..., Any]) -> Callable[..., Any]:
     """The lowering of an operator that writes, behind the lowering of what reads its operands.
 
-    Kernels run in the order of their lowering, and small work is lowered where its result is needed. Inductor lowers
-    it when it notes the write, where the operator's own computation, which is then made to write, is lowered already.
+    Inductor lowers the operator's computation, then the readers, and then makes the computation write.
     """
 
     @functools.wraps(lowered)
@@ -57,6 +64,24 @@ def _after_readers(lowered: Callable[..., Any]) -> Callable[..., Any]:
             for reader in V.graph.name_to_users.get(tensor.maybe_get_name(), ()):
                 reader.realize()
         return lowered(tensors, *args, **kwargs)
+
+    return wrapped
+
+
+def _also_of_views(mark: Callable[[GraphLowering, str], None]) -> Callable[[GraphLowering, str], None]:
+    """Inductor's function, which lowers what reads a buffer before it is written; also what reads a view of it."""
+
+    @functools.wraps(mark)
+    def wrapped(graph: GraphLowering, name: str) -> None:
+        names = {name}
+        for operation in graph.operations:
+            of_views = isinstance(operation, (ir.FallbackKernel, ir.MultiOutput))
+            if of_views and not names.isdisjoint(operation.get_inputs_that_alias_output()):
+                names.update(buffer.get_name() for buffer in operation.get_outputs())
+        for view in names - {name}:
+            for reader in graph.name_to_users.get(view, ()):
+                reader.realize()
+        mark(graph, name)
 
     return wrapped
 
