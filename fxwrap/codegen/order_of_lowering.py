@@ -73,8 +73,8 @@ def _also_of_views(mark: Callable[[GraphLowering, str], None]) -> Callable[[Grap
 
     @functools.wraps(mark)
     def wrapped(graph: GraphLowering, name: str) -> None:
-        names = {name}
-        for operation in graph.operations:
+        names, operations = {name}, list[Any](graph.operations)
+        for operation in operations:
             of_views = isinstance(operation, (ir.FallbackKernel, ir.MultiOutput))
             if of_views and not names.isdisjoint(operation.get_inputs_that_alias_output()):
                 names.update(buffer.get_name() for buffer in operation.get_outputs())
