@@ -48,6 +48,6 @@ def fxwrap(
 
 def parsed(options: Mapping[str, Any] | None) -> tuple[Options, dict[str, Any]]:
     """Split options into fxwrap's and Inductor's settings. Raises OptionError for a name that is neither."""
-    if not options:
+    if options is None or options == {}:
         return Options(), {}
     return parse_options(options, inductor_options(), registered_operators())
