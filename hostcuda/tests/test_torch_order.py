@@ -113,6 +113,7 @@ def test_branches_of_a_graph() -> None:
 def test_a_list_with_a_number_on_the_host() -> None:
     """As optimizers have counts of steps, some on the device, some on the host: both are counted."""
     script = """
+        import torch
         counts = [torch.ones((), device="cuda"), torch.ones(())]
         torch._foreach_add_(counts, 1)
         torch._foreach_mul_(counts, 3)
