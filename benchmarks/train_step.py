@@ -37,7 +37,6 @@ import fxwrap
 from fxwrap.features.train_step.codegen import as_it_stands
 
 ORDINARY, OURS, ONE, STEP, JAX = "ordinary, inductor", "ordinary, fxwrap", "one function", "train_step", "jax"
-# Steps of each alternative in one turn.
 
 
 class Block(nn.Module):

@@ -49,7 +49,7 @@ from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.
 _EMISSION["fx_graph_cache"] = False
-# Here what is tested is not what compiles, and many tests have the same graph, which is compiled once.
+# In this folder what compiles is not tested, and many tests have the same graph, which is compiled once.
 FROM_CACHES = Path(__file__).parent / "features" / "train_step"
 remove_halves(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 # Torch writes a line of JSON about every step of a compilation if anybody listens, and pytest listens to all loggers.

@@ -60,9 +60,8 @@ def _after_readers(lowered: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(lowered)
     def wrapped(tensors: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        for tensor in tensors:
-            for reader in V.graph.name_to_users.get(tensor.maybe_get_name(), ()):
-                reader.realize()
+        for name in filter(None, [tensor.maybe_get_name() for tensor in tensors]):
+            V.graph.mark_buffer_mutated(name)  # lowers them; it is called again where nothing is left to lower
         return lowered(tensors, *args, **kwargs)
 
     return wrapped
@@ -73,8 +72,9 @@ def _also_of_views(mark: Callable[[GraphLowering, str], None]) -> Callable[[Grap
 
     @functools.wraps(mark)
     def wrapped(graph: GraphLowering, name: str) -> None:
-        names, operations = {name}, list[Any](graph.operations)
-        for operation in operations:
+        operation: Any
+        names = {name}
+        for operation in graph.operations:
             of_views = isinstance(operation, (ir.FallbackKernel, ir.MultiOutput))
             if of_views and not names.isdisjoint(operation.get_inputs_that_alias_output()):
                 names.update(buffer.get_name() for buffer in operation.get_outputs())

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.optim import Optimizer
 
 from ...errors import TrainStepError
 from .losses import loss_among, must_train
-from .optimizers import make_states
 from .refusals import of_modules, refusals
 from .written.averaged import no_sync
 from .written.gradients import layout_of
@@ -133,11 +132,9 @@ class TrainStep(WrittenStep):
             optimizer.step()
         return outputs
 
-    def _made_for_later(self) -> list[tuple[Optimizer, torch.Tensor]]:
-        """What the update of these gradients makes: with it, the programs of micro-batches are compiled once."""
-        if self._ends():
-            return []
-        return [(self.optimizer, p) for p in make_states(self.optimizer, self._with_gradient)]
+    def _updated_later(self) -> Mapping[Optimizer, Sequence[torch.Tensor]]:
+        """Its state is made now: with it, the programs of micro-batches are compiled once."""
+        return {} if self._ends() else {self.optimizer: self._with_gradient}
 
     def _fxwrap_afresh(self, options: Mapping[str, Any] | None) -> TrainStep:
         options = {**(self._options or {}), **(options or {})}

@@ -300,13 +300,12 @@ class WrittenStep:
             if call.needs_absent:
                 call = TracedCall(self._called, self._found, leaves, kind.structure, before)
                 made_state = self._traced(call, varying)
-            if made_state:
-                return _with_state(call.updated)
-            return self._made_for_later() or self._compiled(call, kind, varying)
+            made = _with_state(call.updated if made_state else self._updated_later())
+            return made if made or made_state else self._compiled(call, kind, varying)
 
-    def _made_for_later(self) -> _Made:
-        """State that a later call makes, and that was made now."""
-        return []
+    def _updated_later(self) -> Mapping[Optimizer, Sequence[torch.Tensor]]:
+        """What a later call updates with the gradients of the last trace."""
+        return {}
 
     def _traced(self, call: TracedCall, varying: Sequence[Collection[int]]) -> bool:
         """Trace a call. Returns whether optimizers have made state."""
