@@ -30,6 +30,7 @@ from callers import (
     recordings,
     replace_data,
 )
+from gpu_memory import operators_in_the_arena
 from gpu_place import Findings, Place, Skipped, host_microseconds, tensors_in
 from gpu_steps import mlps_step, step_within_a_limit, world_models_step
 from memory_peak import UNet, loss_of
@@ -960,6 +961,7 @@ def checks() -> dict[str, Entry]:
     segments = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return {
         "launches counted": Entry(launches_are_counted),
+        "operators in the arena": Entry(operators_in_the_arena, alone=True),
         # These two hostcuda cannot tell.
         "host time": Entry(host_time),
         "peak memory": Entry(peak_memory, alone=True),

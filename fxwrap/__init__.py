@@ -7,7 +7,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .devices import CaptureCost, ConditionalNodes, KernelCall, KernelKind, SuspendableMemory, cpp_kernels
+from .devices import (
+    CaptureCost,
+    ConditionalNodes,
+    KernelCall,
+    KernelKind,
+    Placements,
+    SuspendableMemory,
+    cpp_kernels,
+)
 from .eager_rules import EagerRule
 from .errors import (
     BindError,
@@ -84,6 +92,7 @@ __all__ = [
     "MemoryLimitError",
     "OptionError",
     "Options",
+    "Placements",
     "PlanError",
     "StorageError",
     "SuspendError",

@@ -170,6 +170,32 @@ class SuspendableMemory(Protocol):
         """Return freed memory of the device to it, when the streams that worked in it are done; returns the bytes."""
 
 
+class Placements(Protocol):
+    """Decides during one capture where calls on this thread allocate.
+
+    There is a context for each call, one after another. All that is allocated in one is freed before the capture
+    ends. If a context raises, the capture fails, and the call is captured once more without one.
+    """
+
+    def at(self, addresses: Sequence[int]) -> contextlib.AbstractContextManager[object]:
+        """A context in which these addresses are given out, in order.
+
+        One that was freed in it may be given out again. It raises if more or fewer are asked for.
+        """
+
+    def without_memory(self) -> contextlib.AbstractContextManager[object]:
+        """A context in which addresses are given out for a capture that never runs. They need no memory."""
+
+    def stand_in(self, nbytes: int) -> torch.UntypedStorage:
+        """Such an address for an operand."""
+
+    def made(self) -> Sequence[Sequence[tuple[int, int]] | None]:
+        """After the capture, for each context: the address and the bytes of each allocation, in order.
+
+        None for a context of which something is allocated still.
+        """
+
+
 @dataclass(frozen=True, eq=False)
 class DeviceSupport:
     """What is known about one type of device.
@@ -185,6 +211,8 @@ class DeviceSupport:
         after_failed_capture: restores the device's allocator after a failed capture.
         suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
         conditional_nodes: of its graphs; None if they have none, so that the host decides.
+        placements: a context around one capture, which decides where operators allocate; None if the device's
+            allocator takes no addresses.
     """
 
     device_type: str
@@ -197,6 +225,7 @@ class DeviceSupport:
     after_failed_capture: RecoverFromFailedCapture | None = None
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
     conditional_nodes: ConditionalNodes | None = None
+    placements: Callable[[torch.device], contextlib.AbstractContextManager[Placements]] | None = None
 
 
 _registered: dict[str, DeviceSupport] = {}

@@ -23,6 +23,8 @@ from .limit import Repeated
 from .packing import Placement, Reserved, joined
 from .packing.lifetimes import Lifetimes
 
+# Bytes; that of the blocks of accelerators' allocators. Libraries choose their kernels by it.
+_BLOCK_ALIGNMENT = 512
 # A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
 _NOT_STORED = {"stored": False}
 
@@ -207,6 +209,59 @@ class Region:
 
 
 @dataclass(frozen=True)
+class OperatorMemory:
+    """What a captured call asks its device's allocator for.
+
+    ::
+
+        allocations      (0, 512) (1, 2048) free 1 (1, 1024) (2, 4096)
+        blocks           0: 512 bytes, 1: 2048 bytes, 2: 4096 bytes
+        results          {0: 0, 2: 1}      blocks 0 and 2 are the call's two results; block 1 is workspace
+
+    Attributes:
+        allocations: the block and the bytes of each allocation, in order. A block that was freed may be used again.
+        results: the position of the result that lies in a block, by block; other blocks are workspace.
+    """
+
+    allocations: tuple[tuple[int, int], ...]
+    results: Mapping[int, int] = field(default_factory=dict)
+
+    @functools.cached_property
+    def blocks(self) -> tuple[int, ...]:
+        """The most bytes that are asked for in each block."""
+        sizes = dict[int, int]()
+        for block, nbytes in self.allocations:
+            sizes[block] = max(nbytes, sizes.get(block, 0))
+        return tuple(sizes.values())
+
+    @functools.cached_property
+    def workspace(self) -> Mapping[int, int]:
+        """The offset of each block of the workspace, in bytes. They keep their order of addresses."""
+        offsets, end = dict[int, int](), 0
+        for block, nbytes in enumerate(self.blocks):
+            if block not in self.results:
+                offsets[block], end = end, end + -(-nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+        return offsets
+
+    @property
+    def workspace_bytes(self) -> int:
+        return max((offset + self.blocks[block] for block, offset in self.workspace.items()), default=0)
+
+    def bytes_of(self, element: int | None) -> int:
+        """The bytes of the block in which a result lies; 0 if the call has not allocated it."""
+        return next((self.blocks[block] for block, position in self.results.items() if position == (element or 0)), 0)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Bytes of a region in which a call's workspace lies, while it runs."""
+
+    region: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The place of every storage of a recording.
 
@@ -224,6 +279,7 @@ class MemoryPlan:
         lower_bound: the peak if every storage existed from its first use to its last only, in bytes; with arenas,
             the sum of their lower bounds.
         plain: the bytes that separate allocations without any reuse take.
+        workspaces: where calls' workspace lies, by node, as far as it is planned.
     """
 
     places: tuple[Place, ...]
@@ -234,6 +290,7 @@ class MemoryPlan:
     peak: int = 0
     lower_bound: int = 0
     plain: int = 0
+    workspaces: Mapping[str, Workspace] = field(default_factory=dict)
 
     @functools.cached_property
     def arenas(self) -> Mapping[torch.device, Region]:
@@ -269,7 +326,9 @@ class MemoryPlan:
 
     def footprint(self, region: Region) -> list[tuple[int, int]]:
         """The bytes of a region that the program uses, as spans ``[low, high)`` in order, adjacent ones joined."""
-        return joined((low, low + self.sizes[index]) for index, low in self.inside(region).items())
+        spans = [(low, low + self.sizes[index]) for index, low in self.inside(region).items()]
+        inside = (one for one in self.workspaces.values() if self.regions[one.region] is region)
+        return joined([*spans, *((one.offset, one.offset + one.nbytes) for one in inside)])
 
 
 @dataclass(frozen=True)
@@ -403,6 +462,7 @@ class SizedProgram:
         donated: storages of inputs that are freed after their last use: the bytes of each, and the inputs that share
             it.
         workspace: bytes of workspace that calls have at these sizes, by node, where the plan does not know them.
+        operators: what captured calls allocate at these sizes, by node, as far as the plan has a place for it.
     """
 
     plan: ProgramPlan
@@ -411,6 +471,7 @@ class SizedProgram:
     frozen: bool = True
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
+    operators: Mapping[str, OperatorMemory] = field(default_factory=dict)
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

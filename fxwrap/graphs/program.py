@@ -336,7 +336,16 @@ class Program:
         specialization.eager_runs += 1
         if last and self._freezes_addresses:
             specialization.output_copies.warm_outputs = prepared.weak_outputs(outputs)
+            self._rehearse(specialization)
         return outputs
+
+    def _rehearse(self, specialization: Specialization) -> None:
+        owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
+        if capturing.acquire(owner, _WAIT_S):
+            try:
+                self.recorder.rehearse(specialization)
+            finally:
+                capturing.release(owner)
 
     def _run_schedule(self, prepared: Prepared, inputs: list[Any], specialization: Specialization) -> Any:
         try:

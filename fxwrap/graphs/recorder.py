@@ -25,6 +25,8 @@ from torch.fx import GraphModule
 from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
+from ..host_graph.nodes import operator_name
+from ..host_graph.sizes import symbols_at
 from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from ..torch_private import native_library
@@ -33,12 +35,14 @@ from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
 from .memory.budget import Budget, nearest
 from .memory.locks import LockOwner
 from .memory.memory_provider import Estimate, Saved
+from .memory.operator_memory import refuse
 from .memory.shared_state import SHARED
 from .policy.counters import RecordingMade
 from .policy.specialization import Record, Specialization
 from .prepared import Prepared, ProgramContext
 from .record.capture import free_workspaces_of_warm_ups
 from .record.recording_builder import Recorded, RecordingBuilder
+from .record.rehearsal import rehearse
 from .replay.ranges import recording as recording_range
 from .requests import request_for
 from .traces import ProgramTraces
@@ -143,6 +147,16 @@ class Recorder:
             if self._context.options.strict:
                 raise
             self.never_recorded = str(error.subject)
+
+    def rehearse(self, specialization: Specialization) -> None:
+        """After a warm-up: find out what operators allocate in a capture, and plan with it.
+
+        The caller holds the lock of captures.
+        """
+        estimate, plan = specialization.estimate, self.prepared.plan
+        if estimate is not None and rehearse(plan, symbols_at(estimate.sized.symbol_values)):
+            self.prepared.provider.estimate_again(estimate)
+            self._note_plan(estimate.sized, estimate.memory)
 
     def _keep_estimate(self, specialization: Specialization, estimate: Estimate) -> None:
         specialization.estimate, self._newest_estimate = estimate, weakref.ref(estimate)
@@ -325,6 +339,7 @@ class Recorder:
         def excludes(arena: Arena) -> bool:
             return specialization.excludes(arena, attempt.decided)
 
+        rehearse(prepared.plan, prepared.provider.symbols(inputs))
         memory = prepared.provider.provide(
             inputs, static, estimate, self.newest_plan, attempt.owner, attempt.locked, excludes
         )
@@ -361,6 +376,11 @@ class Recorder:
         self._context.counters.count("recordings", why)
         for reason in recording.eager_reasons.values():
             self._context.count("events", reason)
+        for node, how in recorded.not_placed.items():
+            self._context.count(
+                "events", f"{operator_name(node)} allocates outside of the plan: {how.splitlines()[0]}"
+            )
+        refuse(self.prepared.plan, symbols_at(recording.request.sized.symbol_values), recorded.not_placed)
         if recorded.capture_errors:
             self._partition_again(recorded.capture_errors)
             return

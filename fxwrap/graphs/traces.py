@@ -106,4 +106,5 @@ def memory_data(plan: ProgramPlan, memory: MemoryPlan) -> dict[str, Any]:
             }
             for storage, place in zip(plan.facts.storages, memory.places, strict=True)
         ],
+        "workspaces": [{"node": node, **to_data(place)} for node, place in memory.workspaces.items()],
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -121,3 +122,10 @@ class StorageFacts:
     def named_in(self, nodes: Iterable[Node]) -> frozenset[int]:
         """Storages that must exist for these nodes to run. They include bases of views that no node reads."""
         return _NONE.union(*(self.touched(node) | self.of(node) for node in nodes))
+
+
+def results_in(node: Node, element: int | None) -> list[Node]:
+    """The nodes whose value is one result of a call: the call itself, or each ``getitem`` of that element."""
+    if element is None:
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == element]

@@ -15,7 +15,7 @@ from ..host_graph.user_code import shown_name, user_line
 from ..packing import Buffer, plan_memory
 from ..packing.reserved import alive_at_steps, most_alive
 from ..passes.memory.planner import Prediction, predict_memory
-from ..passes.memory.requirements import Requirements
+from ..passes.memory.requirements import Requirements, node_with
 from ..plan import Home, MemoryPlan, ProgramPlan, SizedProgram
 
 
@@ -171,7 +171,7 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[tuple[StorageDat
     rectangles = list[StorageData]()
 
     def add(name: str, index: int | None, device: Any, buffer: Buffer, use: str, address: int, region: Any) -> None:
-        node = program.facts.storages[index].node if index is not None else name.removesuffix(" workspace")
+        node = program.facts.storages[index].node if index is not None else node_with(name)
         rectangles.append(
             StorageData(
                 name=name if index is None else program.shown_name(index),
@@ -190,14 +190,20 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[tuple[StorageDat
 
     operators = 0
     for device in dict.fromkeys([*requirements.planned, *requirements.unplanned]):
-        buffers = [(index, buffer) for index, buffer in requirements.planned.get(device, ()) if buffer.size]
+        planned = [(index, buffer) for index, buffer in requirements.planned.get(device, ()) if buffer.size]
+        buffers = [(index, buffer) for index, buffer in planned if index is not None]
         addresses = _addresses(memory, buffers)
-        for index, buffer in buffers:
+        for index, buffer in planned:
+            if index is None:
+                at = memory.workspaces[node_with(buffer.name)]
+                addresses[buffer.name] = at.offset
+                add(buffer.name, None, device, buffer, _WORKSPACE, at.offset, at.region)
+                continue
             place = memory.places[index]
             region = place.region if place.home is Home.REGION else None
             use = _use(program, index, requirements, saved)
             add(buffer.name, index, device, buffer, use, addresses[buffer.name], region)
-        height = max((addresses[b.name] + b.size for _, b in buffers), default=0)
+        height = max((addresses[b.name] + b.size for _, b in planned), default=0)
         others = [(number, buffer) for number, buffer in requirements.unplanned.get(device, ()) if buffer.size]
         above = plan_memory([buffer for _, buffer in others])
         copied = {index for index, _ in buffers}  # to planned memory, which has the result's use

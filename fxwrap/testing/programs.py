@@ -82,6 +82,20 @@ class Programs(GraphSuite):
         assert fxwrap.resume(f) == given[-1]
         assert sum(fxwrap.stats(f)["recordings"].values()) == 1
 
+    def test_operators_allocate_where_it_was_planned(self, registered: Device) -> None:
+        """For a device with ``placements``: a convolution's result, and what it works in, lie in the arena."""
+        if runtime_for(registered.first).placements is None:
+            pytest.skip("the device's allocator takes no addresses")
+
+        def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.conv2d(torch.nn.functional.conv2d(x, w).relu(), w)
+
+        f = self.check_calls(registered, function, (2, 3, 8, 8), (3, 3, 3, 3))
+        (graph,) = fxwrap.report(f).graphs
+        assert not graph.counters["events"]
+        (recording,) = graph.program.specializations.recordings()
+        assert recording.request.sized.operators
+
     def test_inputs_are_updated_in_place(self, registered: Device) -> None:
         def function(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
             total.add_(x.sum())

@@ -206,6 +206,18 @@ def free_workspaces(stream: Any) -> None:
         free(stream.cuda_stream)
 
 
+def library_settings(device: torch.device) -> tuple[Any, ...]:
+    """The settings by which an operator on a device chooses its kernel, and with it what it allocates."""
+    cudnn, cuda = torch.backends.cudnn, torch.backends.cuda
+    attention = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
+    try:
+        precision: Any = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # it was set by ``fp32_precision``, which these do not know
+        precision = cudnn.conv.fp32_precision, cuda.matmul.fp32_precision  # type: ignore[attr-defined]
+    choices = cudnn.enabled, cudnn.benchmark, cudnn.deterministic, torch.are_deterministic_algorithms_enabled()
+    return device, *choices, *attention, cuda.cudnn_sdp_enabled(), precision
+
+
 def release_conditional_nodes(device: torch.device, pool: Any, count: int) -> None:
     """Give back what conditional nodes take of their graph's memory pool, and do not give back with the graph.
 

@@ -5,10 +5,12 @@ On the CPU there are none: what a call needs comes and goes with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from conftest import Compiled, freezes
 
 import fxwrap
 from fxwrap.errors import MemoryLimitError
+from fxwrap.graphs.devices.runtime import runtime_for, using_runtime
 from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.graphs.memory.arenas import OUT_OF_MEMORY, Arena
 from fxwrap.graphs.memory.live_outputs import OutputStorage, WatchedOutputs
@@ -25,6 +28,15 @@ from fxwrap.graphs.policy.shortage import ASKED_AGAIN, NOTHING_IS_ENOUGH
 from fxwrap.passes.memory.planner import bytes_of_call
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small_arenas(device: torch.device) -> Iterator[None]:
+    """Without cuBLAS's workspace (32 MiB on sm_90), beside which the other storages here are nothing."""
+    with contextlib.ExitStack() as stack:
+        if freezes(device) and (runtime := runtime_for(device)).placements is not None:
+            stack.enter_context(using_runtime(replace(runtime, placements=None)))
+        yield
 
 
 def _model(width: int = 64) -> torch.nn.Module:
@@ -180,6 +192,7 @@ def test_parts_cut_by_graph_breaks_share_an_arena(compiled: Any, device: torch.d
         assert together == 0 and own_arenas.kept() == 0
 
 
+@pytest.mark.usefixtures("small_arenas")
 def test_an_arena_shrinks_when_what_it_was_large_for_is_gone(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
@@ -302,6 +315,7 @@ def test_what_is_recorded_after_a_release_and_a_shortage_is_not_the_first(
 # -- a limit ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("small_arenas")
 def test_what_needs_more_than_the_limit_runs_eagerly(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
@@ -324,6 +338,7 @@ def test_what_needs_more_than_the_limit_runs_eagerly(
             _run(g, torch.randn(4, 16, device=device))
 
 
+@pytest.mark.usefixtures("small_arenas")
 def test_what_needs_more_than_the_limit_leaves_the_others_alone(
     compiled: Any, device: torch.device, own_arenas: ArenaPool
 ) -> None:
@@ -345,6 +360,7 @@ def _calls_until_it_replays(f: Compiled, x: torch.Tensor) -> int:
     raise AssertionError(f.program.counters.to_dict())
 
 
+@pytest.mark.usefixtures("small_arenas")
 @pytest.mark.parametrize("length", [0, 1, 5, 30])
 def test_after_a_shortage_it_replays_again(
     compiled: Any, device: torch.device, own_arenas: ArenaPool, length: int
@@ -372,6 +388,7 @@ def test_after_a_shortage_it_replays_again(
     assert own_arenas.kept(device) <= 80 << 10
 
 
+@pytest.mark.usefixtures("small_arenas")
 @torch.no_grad()
 @pytest.mark.parametrize("small", [0, 4])
 def test_after_outputs_that_took_memory_are_gone_it_replays_again(

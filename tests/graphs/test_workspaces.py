@@ -3,7 +3,8 @@
 ::
 
     stream 0            warm-up: takes 32 MiB, keeps it
-    the pool's stream            free --> capture: takes 32 MiB from the pool --> free      the pool has it back
+    the pool's stream            free --> a call's capture: 32 MiB of the arena --> free --> ...
+                                 other captures: takes 32 MiB from the pool --> free      the pool has it back
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 import torch
 from conftest import Compiled, on_gpu
 
+from fxwrap.graphs.devices.runtime import runtime_for
 from fxwrap.graphs.record.capture import free_workspaces_of_warm_ups
 from fxwrap.torch_private import functions as torch_runtime
 
@@ -104,7 +106,7 @@ def test_a_torch_that_cannot_free_those_of_one_stream_frees_none(monkeypatch: py
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch_runtime.frees_workspaces(), reason="this torch frees all workspaces or none")
-def test_a_program_keeps_one_workspace_in_its_pool_for_all_threads(compiled: Any) -> None:
+def test_a_program_keeps_one_workspace_for_all_threads(compiled: Any) -> None:
     """Warm-up and capture, forward and backward, each on a thread of its own: four workspaces without this."""
     with on_gpu() as device:
         weight = torch.randn(64, 64, device=device, requires_grad=True)
@@ -121,6 +123,8 @@ def test_a_program_keeps_one_workspace_in_its_pool_for_all_threads(compiled: Any
         torch.cuda.empty_cache()
         workspace = torch._C._cuda_getCublasWorkspaceSize()
         assert workspace >= 8 * MIB
-        assert torch.cuda.memory_allocated() - allocated < workspace
+        # It lies in the arena where calls are placed, else in the pool of the graphs, which counts as free.
+        held = 2 if runtime_for(device).placements is not None else 1
+        assert torch.cuda.memory_allocated() - allocated < held * workspace
         assert torch.cuda.memory_reserved() - reserved < 2 * workspace
         assert f.replays() == [3, 3]

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Compiled, on_simulated
+from conftest import Compiled, freezes, on_simulated
 
 import fxwrap
+from fxwrap.graphs.devices.runtime import runtime_for
 from fxwrap.graphs.memory.arena_pool import ArenaPool
 from fxwrap.host_graph.nodes import operator_name
 from fxwrap.passes.memory.workspace import measure_workspace
@@ -141,7 +142,9 @@ def test_what_operators_allocate_is_predicted(compiled: Any, device: torch.devic
         f(torch.ones(1, 2, 8, 8, device=device))
     (report,) = fxwrap.report(f.call).graphs
     (predicted,) = report.predicted
-    assert predicted.operators >= 4 * 6 * 6 * 4 and predicted.total >= predicted.operators + predicted.arena
+    placed = freezes(device) and runtime_for(device).placements is not None  # where the plan says, in the arena
+    assert (predicted.arena if placed else predicted.operators) >= 4 * 6 * 6 * 4
+    assert predicted.total >= predicted.operators + predicted.arena
 
 
 def test_workspace_is_measured() -> None:

@@ -8,6 +8,7 @@ import fxwrap
 
 from . import device
 from .name import NAME
+from .placements import placements
 
 
 def _branch(predicate: torch.Tensor) -> Iterator[None]:
@@ -32,6 +33,7 @@ def register() -> fxwrap.DeviceRegistration:
         kernels=[fxwrap.cpp_kernels(device.launch)],
         after_failed_capture=device.recover,
         conditional_nodes=fxwrap.ConditionalNodes(_branch, _loop),
+        placements=placements,
         # No driver stands between: a replay, and a copy, cost little beside a call out of Python.
         cost=fxwrap.CaptureCost(launch=2, extern=5, replay=1, copy=1),
     )

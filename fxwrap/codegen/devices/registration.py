@@ -22,6 +22,7 @@ from ...devices import (
     ConditionalNodes,
     DeviceSupport,
     KernelKind,
+    Placements,
     RecoverFromFailedCapture,
     SuspendableMemory,
     device_function,
@@ -90,6 +91,7 @@ def register_device(
     after_failed_capture: RecoverFromFailedCapture | None = None,
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None,
     conditional_nodes: ConditionalNodes | None = None,
+    placements: Callable[[torch.device], contextlib.AbstractContextManager[Placements]] | None = None,
 ) -> DeviceRegistration:
     """Tell Inductor and fxwrap how to compile for a device.
 
@@ -116,6 +118,8 @@ def register_device(
             ``fxwrap.suspend`` raises on this device.
         conditional_nodes: the nodes of its graphs that decide at a replay what runs; without them branches and loops
             (``torch.cond``, ``while_loop``) are decided on the host, between replays.
+        placements: ``placements(device)`` is a context around one capture, which gives a ``Placements``: it decides
+            where operators allocate. Without it they allocate in the pool of the graphs, outside of the plan.
 
     Returns:
         A handle whose ``unregister()`` takes everything back.
@@ -144,6 +148,7 @@ def register_device(
         after_failed_capture,
         suspendable_memory,
         conditional_nodes,
+        placements,
     )
     _check(support, scheduling)
     with DEVICE_TABLES, Patches() as patches:

@@ -20,6 +20,7 @@ from ...api.record import COMPILES
 from ...graphs.devices.device_graph import DeviceGraph
 from ...graphs.devices.runtime import DeviceRuntime, GraphPool, runtime_for, using_runtime
 from ...graphs.memory.arena_pool import ArenaPool
+from ...graphs.memory.arenas import Arena
 from ...graphs.memory.shared_state import SHARED
 from ...graphs.policy.specialization import Specialization
 from ...graphs.program import WARM_UPS, Program
@@ -232,12 +233,18 @@ class Rehearsal:
         workspaces = self._runtimes[device].workspaces if device in self._runtimes else {}
         return DeviceBill(
             device,
-            sum(_rounded(a.nbytes, _PAGE) if a.memory is not None else _taken(a.nbytes) for a in arenas),
+            sum(map(_bytes_of, arenas)),
             sum(segment["total_size"] for segment in segments),
             sum(workspaces.get(pool, 0) for pool in pools),
             sum(_taken(storage.nbytes()) for storage in outside),
             temporaries_known=all(pool.memory_pool is not None for pool in pools),
         )
+
+
+def _bytes_of(arena: Arena) -> int:
+    if arena.memory is not None:
+        return _rounded(arena.nbytes, _PAGE)
+    return _taken(arena.block.nbytes() if arena.block is not None else arena.nbytes)
 
 
 def _taken(nbytes: int) -> int:

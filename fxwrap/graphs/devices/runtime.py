@@ -15,12 +15,14 @@ import torch
 from ...devices import (
     ConditionalNodes,
     DeviceSupport,
+    Placements,
     RecoverFromFailedCapture,
     SuspendableMemory,
     device_function,
     device_support,
 )
 from ...errors import CaptureError
+from ...torch_private.placed_allocations import cuda_can_place, cuda_placements
 from .conditional_nodes import cuda_conditional_nodes
 from .cpu_graph import CPUGraph, capturing_graph
 from .device_graph import CUDAGraphAdapter, DeviceGraph, XPUGraphAdapter
@@ -77,6 +79,8 @@ class DeviceRuntime:
         after_failed_capture: restores the allocator after a failed capture; None if torch's own functions do.
         suspendable_memory: makes the suspendable memory of an arena; None if the device has none.
         conditional_nodes: of its graphs; None if they have none.
+        placements: decides during a capture where operators allocate (``devices.Placements``); None if the device
+            cannot.
     """
 
     device: torch.device
@@ -89,6 +93,7 @@ class DeviceRuntime:
     suspendable_memory: Callable[[torch.device], SuspendableMemory] | None = None
     repeats_calls: bool = False
     conditional_nodes: ConditionalNodes | None = None
+    placements: Callable[[torch.device], contextlib.AbstractContextManager[Placements]] | None = None
 
     def make_pool(
         self, recover: RecoverFromFailedCapture | None = None, memory: SuspendableMemory | None = None
@@ -114,6 +119,11 @@ class DeviceRuntime:
         graph = self.new_graph(pool.id)
         self.capture(graph, byte.zero_, pool)
         return graph
+
+    def rehearse(self, work: Callable[[], object]) -> None:
+        """Capture work in a graph that never runs. Errors are raised, and leave nothing behind."""
+        pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture)
+        self.capture(self.new_graph(pool.id), work, pool)
 
     def capture(self, graph: DeviceGraph, work: Callable[[], object], pool: GraphPool | None) -> None:
         """Capture what ``work`` issues.
@@ -227,9 +237,12 @@ def runtime_for(device: torch.device) -> DeviceRuntime:
     chosen = _override.get()
     if chosen is not None and chosen.device.type == device.type:
         return chosen
-    if device.type == "cpu":
-        return _CPU
-    return _accelerator_runtime(device, device_support(device.type))
+    return own_runtime(device)
+
+
+def own_runtime(device: torch.device) -> DeviceRuntime:
+    """The runtime of a device with its own graphs, whatever ``using_runtime`` says."""
+    return _CPU if device.type == "cpu" else _accelerator_runtime(device, device_support(device.type))
 
 
 def freezes_addresses(device: torch.device) -> bool:
@@ -279,10 +292,22 @@ def _accelerator_runtime(device: torch.device, support: DeviceSupport) -> Device
             continue
         new_pool = functools.partial(_new_pool, device)
         recover, memory = support.after_failed_capture, support.suspendable_memory
-        nodes = support.conditional_nodes
-        if nodes is None and device.type == "cuda" and support.new_graph is None:
-            nodes = cuda_conditional_nodes()
-        return DeviceRuntime(device, make, True, False, name, new_pool, recover, memory, conditional_nodes=nodes)
+        nodes, placements = support.conditional_nodes, support.placements
+        if device.type == "cuda" and support.new_graph is None:
+            nodes = nodes or cuda_conditional_nodes()
+            placements = placements or (cuda_placements if cuda_can_place() else None)
+        return DeviceRuntime(
+            device,
+            make,
+            True,
+            False,
+            name,
+            new_pool,
+            recover,
+            memory,
+            conditional_nodes=nodes,
+            placements=placements,
+        )
     raise CaptureError(
         f"no device graph for {device}",
         expected="a GraphImplInterface registered for it in C++, so that torch.accelerator.Graph can be made, or an "

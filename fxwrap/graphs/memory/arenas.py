@@ -15,7 +15,7 @@ import torch
 
 from ...devices import RecoverFromFailedCapture, SuspendableMemory
 from ...host_graph.tensors import tensor_over
-from ..devices.runtime import DeviceRuntime, GraphPool
+from ..devices.runtime import DeviceRuntime, GraphPool, runtime_for
 from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import TryLock
 from .take_memory import SUSPENDABLE, empty_cache, take_memory
@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 
 # Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
+
+# Bytes. An allocator finds its blocks by their addresses: where operators allocate at planned addresses
+# (``devices.Placements``), none of these is that of the block in which an arena lies.
+_PLACED_FROM = 512
 
 # Bytes. Allocators serve requests up to this size from small segments (c10/core/AllocatorConfig.h, kSmallSize).
 _SMALL = 1 << 20
@@ -79,6 +83,11 @@ class Arena:
         begin = self._begin + offset
         return self.block[begin : begin + nbytes]  # type: ignore[return-value]
 
+    def address(self, offset: int) -> int:
+        """The address of a byte of its memory."""
+        assert self.block is not None
+        return self.block.data_ptr() + self._begin + offset
+
     def resize(self, nbytes: int) -> None:
         """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
 
@@ -99,11 +108,12 @@ class Arena:
             take_block = functools.partial(self.memory.allocate, nbytes)
             self.block, self.nbytes = take_memory(self.device, take_block, self.drop_pool), nbytes
             return
-        take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
+        before = 0 if not nbytes or runtime_for(self.device).placements is None else _PLACED_FROM
+        take = functools.partial(torch.empty, before + nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
             memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
-        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
+        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else before
         self.block, self.nbytes = memory.untyped_storage(), nbytes
 
     @property

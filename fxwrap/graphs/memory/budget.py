@@ -16,6 +16,7 @@ from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_byt
 from ...limit import Limit, does_not_fit
 from ...plan import ProgramPlan, SizedProgram
 from ..devices.runtime import freezes_addresses
+from .operator_memory import known_memory
 from .planning import Planner
 
 # Each further attempt lowers the budget for storages by at least 1/64 of the limit.
@@ -88,7 +89,8 @@ class Budget:
         workspace = dict(self.planner.workspace(plan.graph, symbols)) if self.nbytes and symbols else {}
         workspace.update(seen := self._seen.get(_key(symbols), {}))
         workspace.update({one.node: seen[one.repeats] for one in plan.repeated if one.repeats in seen})
-        return SizedProgram(plan, numbers, call.input_buffers, call.frozen, call.donated, workspace)
+        operators = known_memory(plan, symbols) if call.frozen else {}
+        return SizedProgram(plan, numbers, call.input_buffers, call.frozen, call.donated, workspace, operators)
 
     def note_workspace(self, sized: SizedProgram, workspace: Mapping[str, int]) -> None:
         """Remember what calls have allocated in a warm-up, by node."""

@@ -15,7 +15,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from ..devices.runtime import current_stream, runtime_for
 from .arenas import Arena
 from .budget import Budget, PlannedCall
 from .locks import LockOwner
+from .operator_memory import known_memory
 from .planning import Planner
 from .shared_state import SHARED
 
@@ -151,10 +152,22 @@ class MemoryProvider:
         if saved is not None and saved.estimate is not None:
             saved.estimate.successor = weakref.ref(estimate), saved.inputs
             SHARED.arenas.withdraw(saved.estimate)  # the need of both together is known when the first is recorded
-        elif self.program.phase != "backward":
-            for device, arena in memory.arenas.items():
-                SHARED.arenas.announce(device, estimate, arena.size)
+        self._announce(estimate)
         return estimate
+
+    def _announce(self, estimate: Estimate) -> None:
+        if self.program.phase != "backward":
+            for device, arena in estimate.memory.arenas.items():
+                SHARED.arenas.announce(device, estimate, arena.size)
+
+    def estimate_again(self, estimate: Estimate) -> None:
+        """Plan ahead once more, with what operators were found to allocate since."""
+        sized = estimate.sized
+        operators = known_memory(self.program, symbols_at(sized.symbol_values))
+        if sized.frozen and operators != sized.operators:
+            estimate.sized = replace(sized, operators=operators)
+            estimate.memory = self.planner.plan_memory(estimate.sized)
+            self._announce(estimate)
 
     def provide(
         self,

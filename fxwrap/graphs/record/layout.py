@@ -76,6 +76,17 @@ class Layout:
             if storage.origin is Origin.EXTERN and place.home is Home.REGION:
                 self.placed.add(self._plan.nodes[storage.node], storage.element, self.planned(storage.index))
 
+    def result(self, node: Node, position: int) -> torch.UntypedStorage:
+        """The planned storage of a result of an operator."""
+        places = self.placed.places[node]
+        return places[position] if position in places else places[None]
+
+    def workspace_of(self, node: Node) -> int:
+        """The address of the planned workspace of a call."""
+        place = self._request.memory.workspaces[node.name]
+        device = self._request.memory.regions[place.region].device
+        return self._request.arenas[device].address(place.offset)
+
     def planned(self, index: int) -> torch.UntypedStorage:
         """A new storage object over a storage's bytes in its arena."""
         place, memory = self._request.memory.places[index], self._request.memory

@@ -39,6 +39,7 @@ from .flat import FlatBuilder, PostProcessing, Resizes
 from .layout import Layout
 from .nested import InGraph
 from .outputs import Outputs
+from .placed_calls import CallsDifferError, PlacedCalls
 from .registers import Registers
 
 
@@ -50,12 +51,14 @@ class Recorded:
         outputs: outputs of that call.
         capture_errors: operators whose capture failed, with the error: a new partition keeps them out of captures.
         not_native: why the native unit could not be made; empty if it was made, or none was to be made.
+        not_placed: calls that have not allocated as it was planned, and how.
     """
 
     recording: Recording
     outputs: Any
     capture_errors: Mapping[str, str]
     not_native: str
+    not_placed: Mapping[Node, str]
 
 
 class RecordingBuilder:
@@ -88,6 +91,8 @@ class RecordingBuilder:
         self._gave_up_because = ""
         self._inference = torch.is_inference_mode_enabled()
         self._captured = Counter[str]()
+        operators = request.sized.operators.items()
+        self._placed = PlacedCalls(request.runtime, {self.plan.nodes[name]: own for name, own in operators})
 
     def record(self, inputs: Sequence[Any]) -> Recorded:
         """Capture the program on ``inputs``, and run it once.
@@ -103,6 +108,7 @@ class RecordingBuilder:
             with torch.inference_mode(False), torch.no_grad():
                 self.layout.make_tensors()
                 self.layout.place_results()
+                self._placed.lay_out(self.layout)
                 common = self._capture_all(inputs)
             made = Outputs(self.request, self.layout, self.registers.by_node, self._values, frozenset(self._pooled))
             copies_back = list(self._copies_back())
@@ -125,7 +131,7 @@ class RecordingBuilder:
             self._forget_inputs()
             self.layout.regions.empty()
         not_native = "" if self._refused else recording.make_unit()
-        return Recorded(recording, outputs, self._refused, not_native)
+        return Recorded(recording, outputs, self._refused, not_native, self._placed.refused)
 
     def _forget_inputs(self) -> None:
         self.layout.input_tensors.clear()
@@ -208,11 +214,14 @@ class RecordingBuilder:
     def _capture(self, partition: Partition, bindings: _Bindings) -> None:
         runtime = self.request.runtime
         stores = self.registers.stores.get(partition.index, [])
-        flat = self._flat(partition, bindings, True, stores)
         filled = [self.registers.by_node[node] for node in stores]
-        call = BoundCall(flat.run, flat.source, self._values, below_autograd, len(bindings.inputs), filled)
-        with runtime.keeping_stream():
-            graph = self._try_to_capture(partition, flat, call)
+        refused = -1
+        while refused < len(self._placed.refused):  # once more, without the calls that have allocated otherwise
+            refused = len(self._placed.refused)
+            flat = self._flat(partition, bindings, True, stores)
+            call = BoundCall(flat.run, flat.source, self._values, below_autograd, len(bindings.inputs), filled)
+            with runtime.keeping_stream():
+                graph = self._try_to_capture(partition, flat, call)
         if graph is None:
             # Earlier partitions have run. This one runs eagerly, now and in replays. Later ones are still captured,
             # unless memory ran out.
@@ -245,6 +254,8 @@ class RecordingBuilder:
             return capture()
         try:
             return take_memory(runtime.device, capture, functools.partial(self._forget, call))
+        except CallsDifferError:
+            self._forget(call)
         except MemoryLimitError:
             if partition is self.plan.partitions[0]:
                 raise  # nothing has run yet
@@ -260,7 +271,8 @@ class RecordingBuilder:
     def _capture_graph(self, call: BoundCall, partition: Partition) -> DeviceGraph:
         pool = self._pool()  # a new pool after a failed capture
         self._captured.clear()
-        graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
+        with self._placed.capturing():
+            graph = capture_graph(self.request, call, partition, pool, self._as_replayed())
         if pool is not None and (nodes := self._captured["nodes"]):
             release_conditional_nodes(self.request.runtime.device, pool.id, nodes)
         self._pools.append(pool)
@@ -367,14 +379,16 @@ class RecordingBuilder:
         work = self.plan.work_in(partition)
         before, after = (_resizes(memory) for memory in (self.layout.regions.before, self.layout.regions.after))
         processing: PostProcessing = {}
+        calls = self._placed.of(work) if captured else {}
         if self._freezes_addresses:
-            processing = self.layout.placed.result_copies(work, self._fixed_addresses(bindings.inputs))
+            copied = [node for node in work if node not in calls]
+            processing = self.layout.placed.result_copies(copied, self._fixed_addresses(bindings.inputs))
         in_graph = None
         runtime = self.request.runtime
         if captured and runtime.conditional_nodes is not None:
             symbols = symbols_at(self.request.sized.symbol_values)
             in_graph = InGraph(runtime.device, nodes_with_workspaces(self.request, self._captured), symbols)
-        builder = FlatBuilder(bound, registers, last, before, after, processing, in_graph=in_graph)
+        builder = FlatBuilder(bound, registers, last, before, after, processing, in_graph=in_graph, calls=calls)
         builder.append_partition(self.plan, partition, [node for node in stores if node not in bound])
         return builder.build(name=partition_range(self.request.name, partition.index))
 

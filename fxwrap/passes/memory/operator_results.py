@@ -7,8 +7,7 @@ copied to planned memory, where live outputs are tracked (``graphs/record/placed
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from ...host_graph.nodes import by_name, communicates
 from ...host_graph.sizes import number_at, symbols_at
-from ...host_graph.storages import Origin, StorageFacts
+from ...host_graph.storages import Origin, StorageFacts, results_in
 
 
 def placeable_results(
@@ -42,7 +41,7 @@ def placeable_results(
         node = nodes[storage.node]
         if storage.origin is not Origin.EXTERN or storage.index in in_communication:
             continue
-        values = list(_values(node, storage.element))
+        values = results_in(node, storage.element)
         if any(facts.of(value) != {storage.index} for value in values):
             continue  # it may alias another value
         # What a communication fills can be copied only after a wait.
@@ -59,11 +58,3 @@ def placeable_results(
 def _is_one_plain_tensor(values: Sequence[Node]) -> bool:
     fake = values[0].meta.get("val") if len(values) == 1 else None
     return isinstance(fake, torch.Tensor) and fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg())
-
-
-def _values(node: Node, element: int | None) -> Iterator[Node]:
-    """The nodes whose value is one result of a call: the call itself, or each ``getitem`` of that element."""
-    if element is None:
-        yield node
-    else:
-        yield from (user for user in node.users if user.target is operator.getitem and user.args[1] == element)

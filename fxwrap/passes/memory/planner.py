@@ -28,9 +28,10 @@ from ...plan import (
     Region,
     Reservations,
     SizedProgram,
+    Workspace,
 )
 from ..analysis.saved_tensors import saved_tensors
-from .requirements import Requirements
+from .requirements import Requirements, node_with
 
 _CPU = torch.device("cpu")
 # Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
@@ -66,18 +67,23 @@ def _plan_arenas(
     previous: MemoryPlan | None,
 ) -> MemoryPlan:
     """A plan with one arena per device, which exists between calls, too."""
-    regions, offsets = list[Region](), list[Mapping[int, int]]()
+    regions, offsets, workspaces = list[Region](), list[Mapping[int, int]](), dict[str, Workspace]()
     for device, items in requirements.planned.items():
         alignment, taken = _alignment(device), reservations.get(device, ())
         reserved = tuple(replace(interval, end=requirements.end_of(interval.nodes)) for interval in taken)
         placement = _lay_out(requirements, device, reserved, (hint or {}).get(device), previous)
-        plain = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
-        bounds = placement.size, alignment, True, placement.lower_bound, plain, reserved
+        separate = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
+        bounds = placement.size, alignment, True, placement.lower_bound, separate, reserved
         regions.append(Region(device, 0, requirements.end, *bounds))
-        offsets.append({index: placement.offsets[buffer.name] for index, buffer in items})
+        offsets.append({i: placement.offsets[buffer.name] for i, buffer in items if i is not None})
+        for index, buffer in items:
+            if index is None:
+                place = Workspace(len(regions) - 1, placement.offsets[buffer.name], buffer.size)
+                workspaces[node_with(buffer.name)] = place
     plan = _assign_homes(requirements, regions, offsets, Home.RECORDING)
     bound = sum(region.lower_bound for region in regions)
-    return replace(plan, peak=plan.size, lower_bound=bound, plain=sum(region.plain for region in regions))
+    plain = sum(region.plain for region in regions)
+    return replace(plan, peak=plan.size, lower_bound=bound, plain=plain, workspaces=workspaces)
 
 
 def _plan_calls(requirements: Requirements) -> MemoryPlan:
@@ -86,7 +92,7 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
     The peak is no higher than if each storage were allocated separately, from first to last use. In a step that also
     uses memory of unknown size, regions therefore take no more bytes than the live storages in them.
     """
-    buffers = {index: buffer for items in requirements.planned.values() for index, buffer in items}
+    buffers = {i: buffer for items in requirements.planned.values() for i, buffer in items if i is not None}
     unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
     others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.region_storages)]
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
@@ -311,7 +317,7 @@ def _lay_out(
     items = requirements.planned[device]
     outputs = [b.name for index, b in items if index in requirements.outputs]
     by_index = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
-    by_name = {b.name: by_index[index] for index, b in items if index in by_index}
+    by_name = {b.name: by_index[index] for index, b in items if index is not None and index in by_index}
     return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name)
 
 

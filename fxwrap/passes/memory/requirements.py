@@ -39,9 +39,9 @@ class Requirements:
 
     Attributes:
         lifetimes: see ``ProgramPlan``.
-        planned: storages that the plan places, by device, each with its index.
-        unplanned: memory of known size that operators allocate themselves, by device: results with the storage's
-            index, workspace with None.
+        planned: what the plan places, by device: storages, each with its index, and workspace with None.
+        unplanned: other memory of known size that operators allocate, by device: results with the storage's index,
+            workspace with None.
         unknown: steps in which memory of unknown size is in use, too: data-dependent results, and workspace that was
             not measured at these sizes.
         unsized: the nodes that make storages of data-dependent size.
@@ -60,7 +60,7 @@ class Requirements:
 
     facts: StorageFacts
     lifetimes: Lifetimes
-    planned: Mapping[torch.device, list[tuple[int, Buffer]]]
+    planned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
     unplanned: Mapping[torch.device, list[tuple[int | None, Buffer]]]
     unknown: frozenset[int]
     unsized: tuple[str, ...]
@@ -104,7 +104,8 @@ class Requirements:
     def _of(cls, sized: SizedProgram) -> Requirements:
         program, facts = sized.plan, sized.plan.facts
         _check_communications(facts)
-        results, symbols = _placed_results(sized), symbols_at(sized.symbol_values)
+        symbols, own = symbols_at(sized.symbol_values), _results_at_their_places(sized)
+        results = {**_copied_results(sized), **own}
         copied_back, end = _copied_back(sized), len(program.schedule) + 1
         outputs = frozenset(
             i for i in facts.handed_out if i in results or facts.storages[i].origin is Origin.ALLOCATION
@@ -112,13 +113,15 @@ class Requirements:
         sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
         results_at, known = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
+        known.update((step, 0) for step, node in enumerate(program.schedule) if node.name in sized.operators)
         workspace = {step: sized.workspace.get(program.schedule[step].name, n) for step, n in known.items()}
         region_storages = {} if sized.frozen else _region_storages(program, buffers)
+        allocated = {index: nbytes for index, nbytes in results_at.items() if index not in own}
         return cls(
             facts=facts,
             lifetimes=program.lifetimes,
-            planned=buffers,
-            unplanned=_unplanned(program, end, placed, results_at, workspace),
+            planned=_with_workspace(sized, buffers),
+            unplanned=_unplanned(program, end, placed, allocated, workspace),
             unknown=_unknown_steps(program, {**sizes, **results_at}, known),
             unsized=_unsized(program, {**sizes, **results_at}),
             unmeasured=tuple(program.schedule[step].name for step, nbytes in workspace.items() if nbytes is None),
@@ -158,7 +161,7 @@ def _planned_buffers(
     """The sizes of all allocations of known size, and the storages that the plan places, by device.
 
     Args:
-        results: bytes of operators' results that the plan places, by storage.
+        results: bytes of results of operators that the plan places, by storage.
     """
     program, lifetimes = sized.plan, sized.plan.lifetimes
     sizes: dict[int, int] = {}
@@ -184,7 +187,7 @@ def _planned_buffers(
             device, sizes[index] = program.device, results[index]
         else:
             continue
-        steps = lifetimes.get(index, range(1))
+        steps = lifetimes.get(index, range(1))  # a result of an operator is named where it is made
         begin = 0 if storage.origin is Origin.INPUT else steps.start  # inputs are copied before the first step
         stays = index in outputs or storage.node in copied_back
         buffers[device].append((index, Buffer(storage.name, sizes[index], begin, end if stays else steps.stop)))
@@ -217,7 +220,40 @@ def expected_sizes(gm: GraphModule, facts: StorageFacts, symbols: Mapping[Any, i
     return sizes
 
 
-def _placed_results(sized: SizedProgram) -> dict[int, int]:
+def _results_at_their_places(sized: SizedProgram) -> dict[int, int]:
+    """Bytes of the results that operators allocate at planned addresses, by storage."""
+    made = ((storage, sized.operators.get(storage.node)) for storage in sized.plan.facts.storages)
+    results = {s.index: own.bytes_of(s.element) for s, own in made if own is not None and s.origin is Origin.EXTERN}
+    return {index: nbytes for index, nbytes in results.items() if nbytes}
+
+
+def _with_workspace(
+    sized: SizedProgram, buffers: Mapping[torch.device, Sequence[tuple[int, Buffer]]]
+) -> dict[torch.device, list[tuple[int | None, Buffer]]]:
+    """The buffers, and the workspace of operators that allocate at planned addresses."""
+    planned: dict[torch.device, list[tuple[int | None, Buffer]]] = {d: list(items) for d, items in buffers.items()}
+    for step, node in enumerate(sized.plan.schedule):
+        own = sized.operators.get(node.name)
+        if own is not None and own.workspace_bytes:
+            buffer = Buffer(workspace_of(node.name), own.workspace_bytes, step, step + 1)
+            planned.setdefault(sized.plan.device, []).append((None, buffer))
+    return planned
+
+
+_WORKSPACE = " workspace"
+
+
+def workspace_of(node: str) -> str:
+    """The name of the buffer for the workspace of a node."""
+    return node + _WORKSPACE
+
+
+def node_with(workspace: str) -> str:
+    """The node whose workspace a buffer of this name is."""
+    return workspace.removesuffix(_WORKSPACE)
+
+
+def _copied_results(sized: SizedProgram) -> dict[int, int]:
     """Bytes of the operators' results that are copied to planned memory, by storage.
 
     These are results of eager work that device graphs read, and results of captured work that the caller gets.
@@ -282,7 +318,7 @@ def _unplanned(
     facts, unplanned = program.facts, defaultdict[torch.device, list[tuple[int | None, Buffer]]](list)
     for step, nbytes in workspace.items():
         if nbytes:
-            buffer = Buffer(f"{program.schedule[step].name} workspace", nbytes, step, step + 1)
+            buffer = Buffer(workspace_of(program.schedule[step].name), nbytes, step, step + 1)
             unplanned[program.device].append((None, buffer))
     for index, nbytes in sizes.items():
         value, steps = facts.storages[index].value(program.maker(index)), program.lifetimes.get(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,21 +30,24 @@ def verify_memory(
     symbol_values: Mapping[Node, Any],
     replaced_groups: Sequence[Sequence[str]] = (),
     donated: Collection[str] = (),
+    workspace: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Prove that no two storages that are live at the same time share a byte of an arena.
 
-    And that what is written to an input's static buffer is copied to the caller's tensor, if anybody reads it there.
+    The same of workspace, which is live while its call runs. And that what is written to an input's static buffer is
+    copied to the caller's tensor, if anybody reads it there.
 
     ``facts`` only identifies the storages of the plan. Aliasing and accesses are derived again from the graph.
 
     Args:
         replaced_groups: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
         donated: inputs that the caller does not read after the call, unless it gets them back.
+        workspace: bytes of workspace that calls need in an arena, by node.
 
     Raises:
         PlanError: two live storages overlap (the error names them, the step, the bytes); a storage is misaligned,
-            out of bounds or too small; a write to an input is lost; or a communication is in flight at the program's
-            begin or end.
+            out of bounds or too small; workspace has no place; a write to an input is lost; or a communication is in
+            flight at the program's begin or end.
     """
     accesses = Accesses(gm.graph)
     _check_communications(accesses)
@@ -78,10 +82,26 @@ def verify_memory(
             stop = end  # the caller reads it afterwards
         if size and begin < stop:
             intervals[place.region].append(Interval(storage.name, place.offset, place.offset + size, begin, stop))
+    for node, nbytes in workspace.items():
+        number, interval = _workspace(node, nbytes, position[node], plan)
+        intervals[number].append(interval)
     for number, region in enumerate(plan.regions):
         others = list(_live_outputs_of_others(accesses, nodes, region.reserved, spans, handed_out, end))
         check_overlap([*intervals[number], *others], schedule)
     _check_steps(accesses, schedule, in_call_regions, plan)
+
+
+def _workspace(node: str, nbytes: int, step: int, plan: MemoryPlan) -> tuple[int, Interval]:
+    """The region of a call's workspace, and its bytes there. Raises unless it has a place within an arena."""
+    name, place = f"{node} workspace", plan.workspaces.get(node)
+    if place is None or place.nbytes < nbytes:
+        got = "none" if place is None else f"{place.nbytes} bytes"
+        raise fault(f"plan: {name} is too small", expected=f"{nbytes} bytes", got=got)
+    region = plan.regions[place.region]
+    _check_span(name, place.offset, nbytes, region, region.alignment)
+    if not region.arena:
+        raise fault(f"plan: {name} has no memory", expected="bytes of an arena", got="a region")
+    return place.region, Interval(name, place.offset, place.offset + place.nbytes, step, step + 1)
 
 
 def _check_copied_back(storage: Storage, plan: MemoryPlan) -> None:
@@ -145,15 +165,19 @@ def _check_bounds(
     alignment = region.alignment if region.arena else max(region.alignment, _ALIGNMENT)
     if size > planned:
         raise fault(f"plan: {storage.name} is too small", expected=f"{size} bytes", got=f"{planned} bytes")
+    _check_span(storage.name, offset, size, region, alignment)
+    return size
+
+
+def _check_span(name: str, offset: int, size: int, region: Region, alignment: int) -> None:
     if offset % alignment:
-        raise fault(f"plan: {storage.name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
+        raise fault(f"plan: {name} is misaligned", expected=f"a multiple of {alignment}", got=str(offset))
     if offset < 0 or offset + size > region.size:
         raise fault(
-            f"plan: {storage.name} lies outside of its {'arena' if region.arena else 'region'}",
+            f"plan: {name} lies outside of its {'arena' if region.arena else 'region'}",
             expected=f"bytes within [0, {region.size})",
             got=f"[{offset}, {offset + size})",
         )
-    return size
 
 
 def _check_steps(

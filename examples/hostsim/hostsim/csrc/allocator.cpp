@@ -4,6 +4,7 @@
 #include "events.h"
 #include "faults.h"
 #include "name.h"
+#include "placements.h"
 #include "rules.h"
 #include "streams.h"
 
@@ -174,6 +175,9 @@ c10::DataPtr CachingAllocator::allocate(size_t bytes) {
     return {nullptr, nullptr, &delete_block, device};
   }
   fail_if_planted(bytes);
+  if (auto placed = placed_memory(bytes, device)) {
+    return std::move(*placed); // Somebody else's block: it is neither counted nor filled here.
+  }
   const c10::Stream stream = current_stream(index);
   const auto capture = capture_of(stream);
   const FreeKey key{index, capture ? capture->pool() : kOrdinaryPool, stream.id()};

@@ -10,6 +10,7 @@
 #include "host_allocator.h"
 #include "launch.h"
 #include "name.h"
+#include "placements.h"
 #include "rules.h"
 #include "streams.h"
 
@@ -62,6 +63,16 @@ py::dict rules_as_dict() {
   return result;
 }
 
+py::capsule as_capsule(std::shared_ptr<Placing> placing) {
+  return {new std::shared_ptr<Placing>(std::move(placing)), [](void* held) {
+            delete static_cast<std::shared_ptr<Placing>*>(held);
+          }};
+}
+
+std::shared_ptr<Placing> placing_in(const py::object& capsule) {
+  return *py::cast<py::capsule>(capsule).get_pointer<std::shared_ptr<Placing>>();
+}
+
 } // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -84,6 +95,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("pool_stats", &pool_as_dict);
   m.def("end_allocate_to_pool", &end_allocate_to_pool);
   m.def("release_pool", &release_pool);
+  // No class: when the library is built, this function runs twice, and a class is registered once.
+  m.def("placing_at", [](std::vector<uintptr_t> addresses) {
+    return as_capsule(std::make_shared<Placing>(std::move(addresses)));
+  });
+  m.def("placing_without_memory", [](uintptr_t first) { return as_capsule(std::make_shared<Placing>(first)); });
+  m.def("place_by", [](const py::object& capsule) { place_by(capsule.is_none() ? nullptr : placing_in(capsule)); });
+  m.def("placing_made", [](const py::object& capsule) { return placing_in(capsule)->made(); });
+  m.def("placing_in_use", [](const py::object& capsule) { return placing_in(capsule)->in_use(); });
+  m.def("placing_left", [](const py::object& capsule) { return placing_in(capsule)->left(); });
+  m.def("addresses_without_memory", &addresses_without_memory);
   m.def("set_memory_fraction", &set_memory_fraction);
   m.def("memory_fraction", &memory_fraction);
   m.def("fail_allocations", &fail_allocations);
