@@ -193,3 +193,26 @@ def test_a_history_of_the_users_goes_on(compiled: Any, gpu: torch.device) -> Non
     with placed_allocations.cuda_placements(gpu):
         assert torch._C._cuda_isHistoryEnabled()
     assert not torch._C._cuda_isHistoryEnabled()
+
+
+def test_random_numbers_are_those_of_inductor(compiled: Any, gpu: torch.device) -> None:
+    """The first operator in a capture that draws some has the generator allocate what the graph keeps."""
+
+    def function(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        noise = torch.rand_like(x[0])
+        y = torch.addmm(noise, x @ x, x)
+        return y.exp(), torch.bernoulli(y.sigmoid()), torch.nn.functional.conv2d(x[None, None], x[None, None, :3, :3])
+
+    x = torch.randn(16, 16, device=gpu) / 8
+    with torch.random.fork_rng(devices=[gpu]):
+        f: Compiled = compiled(function)
+        g = torch.compile(function, backend="inductor")
+        for _ in range(5):
+            torch.manual_seed(0)
+            ours = f(x)
+            torch.manual_seed(0)
+            assert all(torch.equal(a, b) for a, b in zip(ours, g(x), strict=True))
+    assert f.replays() == [3]
+    del f, ours
+    gc.collect()
+    torch.cuda.synchronize()

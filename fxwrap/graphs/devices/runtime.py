@@ -120,10 +120,12 @@ class DeviceRuntime:
         self.capture(graph, byte.zero_, pool)
         return graph
 
-    def rehearse(self, work: Callable[[], object]) -> None:
+    def rehearse(self, work: Callable[[], object]) -> DeviceGraph:
         """Capture work in a graph that never runs. Errors are raised, and leave nothing behind."""
         pool = GraphPool(self, self.new_pool(), _side_stream(self.device), self.after_failed_capture)
-        self.capture(self.new_graph(pool.id), work, pool)
+        graph = self.new_graph(pool.id)
+        self.capture(graph, work, pool)
+        return graph
 
     def capture(self, graph: DeviceGraph, work: Callable[[], object], pool: GraphPool | None) -> None:
         """Capture what ``work`` issues.

@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from ...host_graph.control_flow import control_flow_of
-from ...host_graph.nodes import Kind, communicates, kind_of, schema_of
+from ...host_graph.nodes import Kind, communicates, draws_numbers, kind_of, schema_of
 from ...host_graph.sizes import layout_at, number_at
 from ...host_graph.storages import Origin, Storage, StorageFacts, results_in
 from ...plan import OperatorMemory, ProgramPlan
@@ -87,6 +87,8 @@ def _can_be_placed(node: Node, device: torch.device) -> bool:
     if kind_of(node) is not Kind.EXTERN or overload is None or overload.namespace != "aten":
         return False
     if communicates(node) or "effect" in node.meta or control_flow_of(node) is not None:
+        return False
+    if draws_numbers(node):  # at the first, a generator allocates what the graph keeps: its seed and offset
         return False
     values = (arg.meta.get("val") for arg in node.all_input_nodes)
     result = node.meta.get("val")

@@ -61,12 +61,13 @@ def _rehearse_some(
 
         try:
             with torch.inference_mode(False), torch.no_grad(), runtime.keeping_stream():
-                runtime.rehearse(work)
+                graph = runtime.rehearse(work)
         except Exception as error:
             if not isinstance(error, torch.OutOfMemoryError):  # then the next recording rehearses it
                 _note(tried[-1], calls[tried[-1]], f"{type(error).__name__}: {error}")
             return {kind: node for kind, node in calls.items() if kind != tried[-1]}
         made = placements.made()
+        del graph  # which may keep what a call has allocated: ``made`` is to see it
     for (kind, addresses), allocations in zip(results.items(), made, strict=True):
         if allocations is None:
             _note(kind, calls[kind], "it keeps what it has allocated")

@@ -57,6 +57,7 @@ struct Stage {
   Pointer begin = 0;
   Handle handle = 0;
   size_t mapped[2] = {0, 0};  // bytes of each half
+  size_t taken = 0;  // bytes of the second half that were handed out: torch finds blocks by address, so each is new
 };
 std::mutex mutex;
 std::map<int, Stage> stages;
@@ -80,12 +81,11 @@ bool map_up_to(Stage& stage, int device, int half, size_t end) {
   return true;
 }
 
-// Of this thread: the addresses that are left, or, on a stage, the bytes that are taken of its second half.
+// Of this thread: the addresses that are left, or that they are those of a stage.
 struct Addresses {
   const std::uint64_t* next = nullptr;
   const std::uint64_t* end = nullptr;
   bool on_stage = false;
-  size_t taken = 0;
   bool refused = false;
 };
 thread_local Addresses addresses;
@@ -128,6 +128,7 @@ void fxwrap_clear_stage(int device) {
   }
   if (stage.handle != 0) driver.release(stage.handle);
   stage.handle = 0;
+  stage.taken = 0;
 }
 
 void fxwrap_place_at(const std::uint64_t* first, std::size_t count) { addresses = {first, first + count}; }
@@ -149,10 +150,10 @@ void* fxwrap_place(std::size_t size, int device, void*) {
   } else if (addresses.on_stage) {
     std::lock_guard<std::mutex> lock(mutex);
     Stage& stage = stages[device];
-    const size_t end = addresses.taken + (size + kAlignment - 1) / kAlignment * kAlignment;
+    const size_t end = stage.taken + (size + kAlignment - 1) / kAlignment * kAlignment;
     if (stage.begin != 0 && map_up_to(stage, device, 1, end)) {
-      address = stage.begin + kHalf + addresses.taken;
-      addresses.taken = end;
+      address = stage.begin + kHalf + stage.taken;
+      stage.taken = end;
     }
   }
   addresses.refused |= address == 0;
