@@ -4,11 +4,11 @@
 
     sums = cumsum(x); twice = sums * 2; return twice
 
-    2560 | w                  cumsum asks for its result and for workspace; mul for its result.
-    1536 |    t  t            sums, and its workspace, make room for what comes after them.
-    1024 | s  s
-         +---------
-         cumsum mul (after)
+    w              cumsum asks for its result (s) and for workspace (w), mul for its result (t), which lies where the
+    w  t  t        workspace was.
+    s  s
+    ---------
+    cumsum  mul  (after)
 """
 
 from __future__ import annotations
