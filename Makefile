@@ -53,7 +53,7 @@ quick: $(VENV)/.installed-test
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not compiler and not sweep" $(QUICK) $(ARGS)
 
 test-main:
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist worksteal --no-simulated $(ARGS)
 
 # Built once, by as many compilers as there are cores, before tests that would wait for it. Older torch has no graphs to
 # offer for it, and its tests are skipped.
@@ -65,7 +65,7 @@ test-hostsim: $(VENV)/.installed-test hostsim
 	$(MAKE) --no-print-directory --jobs 2 test-device test-own
 
 # A process has one device out of PyTorch's tree: these run apart from each other and from all others, and tell in the end.
-test-device: chosen := --device hostsim
+test-device: chosen := --device hostsim --numprocesses $(WORKERS) --dist worksteal
 test-own: chosen := examples/hostsim/tests
 test-minimal: chosen := examples/minimal
 test-device test-own test-minimal:

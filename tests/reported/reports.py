@@ -25,7 +25,10 @@ sys.path[:0] = [path for path in (str(FOLDER.parent), str(FOLDER)) if path not i
 import torch  # noqa: E402
 from conftest import assert_same, inductor  # noqa: E402
 from faults import bytes_in_use  # noqa: E402
+from torch._dynamo.utils import counters  # noqa: E402
 from torch._inductor.cudagraph_trees import reset_cudagraph_trees  # noqa: E402
+
+import fxwrap  # noqa: E402
 
 
 class Wrong(AssertionError):
@@ -180,6 +183,105 @@ def reports() -> list[Report]:
     return [test.report for module in modules for test in vars(module).values() if hasattr(test, "report")]
 
 
+# -- steps of training ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Steps:
+    """How the loop of a report trains: eagerly, or in the way of a subclass."""
+
+    def make(
+        self, make_optimizer: Callable[..., torch.optim.Optimizer]
+    ) -> tuple[Callable[..., torch.Tensor], torch.optim.Optimizer]:
+        """A step of a small model, and its optimizer."""
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 4)
+        optimizer = make_optimizer(model.parameters())
+        return self.step_of(model, optimizer), optimizer
+
+    def step_of(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+        update = self.update_of(optimizer)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            update()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step
+
+    def update_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        return lambda: optimizer.step()  # a scheduler that comes later replaces ``step``
+
+
+class UpdatesCompiled(Steps):
+    """With the optimizer's step compiled by itself."""
+
+    def update_of(self, optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+        return torch.compile(super().update_of(optimizer))
+
+
+@dataclass
+class StepsCompiled(Steps):
+    """With ``fxwrap.train_step``."""
+
+    made: Any = None
+
+    def step_of(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Callable[..., torch.Tensor]:
+        self.made = fxwrap.train_step(model, lambda model, x: model(x).square().mean(), optimizer)
+        return self.made
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """
+    Args:
+        number, symptom: as in ``Report``.
+        ours: what the test asserts of ``fxwrap.train_step``.
+        inductor: what becomes of ``torch.compile(optimizer.step)`` in the same loop with torch 2.13.
+    """
+
+    number: int
+    symptom: str
+    inductor: str
+    ours: str
+    body: Callable[[Steps], Any]
+
+
+def reported_training(
+    number: int, *, symptom: str, graphs: int, inductor: str, ours: str, programs: int = 1
+) -> Callable[[Callable[[Steps], Any]], Callable[[], None]]:
+    """A test of a report on steps of training. Its body is a loop that yields what a user sees.
+
+    Args:
+        graphs: so many graphs of the optimizer's step does torch 2.13 compile.
+        programs: so many does ``fxwrap.train_step``.
+    """
+
+    def make(body: Callable[[Steps], Any]) -> Callable[[], None]:
+        def test() -> None:
+            expected, steps = list(body(Steps())), StepsCompiled()
+            torch.testing.assert_close(list(body(steps)), expected)
+            stats = fxwrap.stats(steps.made)
+            assert stats["programs"] == programs and not stats["fallbacks"], stats
+            before = counters["stats"]["unique_graphs"]
+            torch.testing.assert_close(list(body(UpdatesCompiled())), expected)
+            if torch.__version__.startswith("2.13"):
+                assert counters["stats"]["unique_graphs"] - before == graphs
+
+        test.__name__, test.__doc__, test.__module__ = body.__name__, body.__doc__, body.__module__
+        test.training = TrainingReport(number, symptom, inductor, ours, body)  # type: ignore[attr-defined]
+        return test
+
+    return make
+
+
+def training_reports() -> list[TrainingReport]:
+    module = importlib.import_module("test_reported_training")
+    return [test.training for test in vars(module).values() if hasattr(test, "training")]
+
+
 # -- with graph trees ----------------------------------------------------------------------------------------------
 
 
@@ -252,6 +354,13 @@ the report's symptom did not show: it may be repaired, or need a GPU, the whole 
 """
 
 
+_TRAINING = """## Training
+
+The optimizer's step, compiled by itself, on the CPU with torch 2.13, and `fxwrap.train_step` in the same loop. Losses
+are the eager loop's ([tests](../tests/reported/test_reported_training.py)).
+
+| report | symptom | `torch.compile(optimizer.step)` | `fxwrap.train_step` |
+|---|---|---|---|"""
 _MANY_SIZES = """## The same program, many sizes
 
 A server's and a trainer's mix of sizes (#188150, #196385), 500 calls each, by
@@ -294,6 +403,11 @@ def page() -> str:
                 test = f"[test](../tests/reported/{one.module}.py)"
                 lines.append(f"| {link} | {one.symptom} | {one.trees} | {one.fxwrap} ({test}) |")
         lines.append("")
+    lines += [_TRAINING]
+    for one in training_reports():
+        link = f"[#{one.number}](https://github.com/pytorch/pytorch/issues/{one.number})"
+        lines.append(f"| {link} | {one.symptom} | {one.inductor} | {one.ours} |")
+    lines.append("")
     return "\n".join([*lines, _MANY_SIZES])
 
 
