@@ -9,7 +9,8 @@ A is the most that a step takes beside parameters, state and batch without a lim
 own, "least" is the lowest that fits. "measured" is the peak of the allocator's events in a call: it has to be what is
 planned, and never above the limit; with ``--limits``, a lower limit may never measure more. Losses and parameters of
 three steps are those without a limit, bit for bit. Exit code 1 else. "time" is the median of the ratios of
-neighbouring runs with and without the limit. "ordinary" is the loop that Inductor compiles, gradients included.
+neighbouring runs with and without the limit. "ordinary" is the loop that Inductor compiles, gradients included, of
+which others state shares.
 
 A model is compiled once: the host graph that Inductor has emitted is planned again for each limit, by the stages of
 the product, and the step runs the program that results.
@@ -172,29 +173,39 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table, wrong = Table("model", "limit, MiB", "of A", "measured, MiB", "planned, MiB", "nodes", "time"), False
+    table, wrong = (
+        Table("model", "limit, MiB", "of A", "of ordinary", "measured, MiB", "planned, MiB", "nodes", "time"),
+        False,
+    )
     for name in given.models:
         torch.manual_seed(0)
         model, inputs = MODELS[name]()
+        usual = 0
         if name.startswith(_ISSUE):
             for budget, most in budgets(copy.deepcopy(model), inputs):
-                table.add_row(name, f"budget {budget}", "", f"{most / _MIB:.2f} ({most / 1e6:.1f} MB)")
+                table.add_row(name, f"budget {budget}", "", "", f"{most / _MIB:.2f} ({most / 1e6:.1f} MB)")
         else:
             loop = ordinary(copy.deepcopy(model), inputs, backend="inductor")
             for _ in range(3):
                 loop()
             gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-            table.add_row(name, "ordinary", "", f"{(peak(loop) + gradients) / _MIB:.2f}")
+            usual = peak(loop) + gradients
+            table.add_row(name, "ordinary", "", "1", f"{usual / _MIB:.2f}")
         step = Step(model, inputs)
         _, expected = step.first_steps(step.free)
         whole = lowest = planned(step.free)
-        table.add_row("", "none", "1", "", f"{whole / _MIB:.2f}", str(len(step.free.plan.schedule)), "1")
+
+        def shares(limit: int) -> tuple[str, str]:
+            """A limit beside A, and beside what the ordinary step takes."""
+            return f"{limit / whole:.2f}", f"{limit / usual:.2f}" if usual else ""  # noqa: B023
+
+        nodes = str(len(step.free.plan.schedule))
+        table.add_row("", "none", *shares(whole), "", f"{whole / _MIB:.2f}", nodes, "1")
         least = step.least()
         limits = [int(whole * share) for share in sorted(given.shares, reverse=True)]
         for limit in [*limits, least]:
-            of_whole = f"{limit / whole:.2f}"
             if limit < least:
-                table.add_row("", f"{limit / _MIB:.2f}", of_whole, "does not fit")
+                table.add_row("", f"{limit / _MIB:.2f}", *shares(limit), "does not fit")
                 continue
             fitting = step.within(limit)
             measured, found = step.first_steps(fitting)
@@ -202,7 +213,7 @@ def main() -> int:
             ratio = compare(lambda: step.run(fitting), lambda: step.run(step.free), pairs=7, calls=1).ratio  # noqa: B023
             cells = f"{measured / _MIB:.2f}", f"{planned(fitting) / _MIB:.2f}"
             limited = f"{'least ' if limit == least else ''}{limit / _MIB:.2f}"
-            table.add_row("", limited, of_whole, *cells, str(len(fitting.plan.schedule)), f"{ratio:.2f}")
+            table.add_row("", limited, *shares(limit), *cells, str(len(fitting.plan.schedule)), f"{ratio:.2f}")
         sweep = [whole - (whole - least) * n // max(given.limits - 1, 1) for n in range(given.limits)]
         for limit in sweep:
             fitting = step.within(limit)
@@ -213,7 +224,9 @@ def main() -> int:
                 wrong = True
             lowest = min(lowest, measured)
         if sweep:
-            table.add_row("", f"{len(sweep)} limits", "", "as planned, monotone" if not wrong else "not as planned")
+            table.add_row(
+                "", f"{len(sweep)} limits", "", "", "as planned, monotone" if not wrong else "not as planned"
+            )
         torch._dynamo.reset()
     Console(width=140).print(table)
     return int(wrong)
