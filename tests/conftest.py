@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import ctypes
@@ -188,6 +189,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("device", [chosen] if chosen else usual, indirect=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # marks decide afterwards
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if _gpu() is None:
         skip = pytest.mark.skip(reason="no GPU on this machine")
@@ -200,7 +202,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--device"):
         others = [item for item in items if "device" not in getattr(item, "fixturenames", ())]
         config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if item not in others]
+        items[:] = [item for item in items if "device" in getattr(item, "fixturenames", ())]
+    if config.getoption("--device") == "hostsim":
+        _leave_for_the_sweep(items)
+
+
+def _leave_for_the_sweep(items: list[pytest.Item]) -> None:
+    """Of the cases of tests that compile for long, every nth is a sample. The CPU runs all, and ``-m "sweep or not
+    sweep"`` does on any device."""
+    cases = collections.Counter[str]()
+    for item in items:
+        if (sample := item.get_closest_marker("every")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if cases[test] % sample.args[0]:
+                item.add_marker("sweep")
+            cases[test] += 1
 
 
 @pytest.fixture(autouse=True)

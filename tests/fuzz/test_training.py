@@ -109,6 +109,7 @@ def test_sizes_that_data_decide_are_refused_within_a_limit() -> None:
 
 
 @pytest.mark.compiler
+@pytest.mark.every(2)
 @pytest.mark.parametrize("number", DRAWN)
 def test_a_sample(device: torch.device, number: int) -> None:
     training = random_training(random.Random(number))

@@ -39,7 +39,10 @@ SOME = [
         "scan_of_several",
     )
 ]
-pytestmark = pytest.mark.usefixtures(look_at_nothing.__name__)  # it also lets numbers be read from tensors
+pytestmark = [
+    pytest.mark.usefixtures(look_at_nothing.__name__),  # it also lets numbers be read from tensors
+    pytest.mark.every(2),
+]
 
 
 def named(programs: list[Program]) -> Any:

@@ -50,7 +50,7 @@ def call(program: Any, expected: torch.Tensor, times: int = 4) -> None:
 def test_one_file_again_and_again(tmp_path: Path) -> None:
     path, expected = saved(tmp_path, 9)
     counts = []
-    for _ in range(20):
+    for _ in range(8):
         program = fxwrap.load(path, trust=True)
         call(program, expected)
         del program
@@ -76,7 +76,7 @@ def test_two_programs_of_one_file_share_its_libraries(tmp_path: Path) -> None:
 def test_files_that_come_and_go(tmp_path: Path) -> None:
     """A library goes when the next file is loaded."""
     files, counts = [saved(tmp_path, width) for width in range(11, 16)], list[int]()
-    for turn in range(20):
+    for turn in range(15):
         path, expected = files[turn % len(files)]
         program = fxwrap.load(path, trust=True)
         call(program, expected)

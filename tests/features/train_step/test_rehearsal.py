@@ -12,7 +12,7 @@ from torch import nn, optim
 
 import fxwrap
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.every(3)]
 
 
 class Noisy(nn.Module):

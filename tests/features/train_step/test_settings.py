@@ -19,7 +19,7 @@ from torch.optim import lr_scheduler
 
 import fxwrap
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.every(3)]
 
 # What an optimizer is made with, and what each of its settings is at step n.
 _At = Callable[[int], Any]
