@@ -50,8 +50,8 @@ from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.
 _EMISSION["fx_graph_cache"] = False
-# In this folder what compiles is not tested, and many tests have the same graph, which is compiled once.
-FROM_CACHES = Path(__file__).parent / "features" / "train_step"
+# In these folders what compiles is not tested, and many tests have the same graph, which is compiled once.
+FROM_CACHES = {Path(__file__).parent / "features" / name for name in ("bind", "train_step")}
 remove_halves(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
 # Torch writes a line of JSON about every step of a compilation if anybody listens, and pytest listens to all loggers.
 logging.Logger.manager.loggerDict.pop("torch.__trace", None)
@@ -221,7 +221,7 @@ def _leave_for_the_sweep(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _from_caches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if FROM_CACHES in request.path.parents:
+    if not FROM_CACHES.isdisjoint(request.path.parents):
         monkeypatch.setitem(_EMISSION, "fx_graph_cache", True)
 
 

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -215,3 +216,39 @@ def test_random_numbers_are_those_of_inductor(compiled: Any, gpu: torch.device) 
     del f, ours
     gc.collect()
     torch.cuda.synchronize()
+
+
+@pytest.mark.launches_graphs
+def test_another_thread_captures_by_hand_meanwhile(compiled: Any, gpu: torch.device) -> None:
+    """The allocator refuses some work while a capture is open, in which the pools of placed calls begin and end."""
+    model, x = _network(gpu), torch.randn(4, 3, 16, 16, device=gpu)
+    f: Compiled = compiled(model)
+    expected = torch.compile(model, backend="inductor")(x)
+    f(x)  # compiling waits for the device
+    begun, called, product = threading.Event(), threading.Event(), list[Tensor]()
+
+    def capture_by_hand() -> None:
+        y = torch.ones(8, 8, device=gpu)
+        y @ y  # the library's handle is made
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(capture_error_mode="thread_local")
+            z = y @ y
+            begun.set()
+            called.wait(60)
+            product.append(z + 1)
+            graph.capture_end()
+        graph.replay()
+        torch.cuda.synchronize()
+
+    thread = threading.Thread(target=capture_by_hand)
+    thread.start()
+    assert begun.wait(60)
+    try:
+        results = [f(x).clone() for _ in range(4)]
+    finally:
+        called.set()
+        thread.join()
+    assert all(torch.equal(result, expected) for result in results)
+    assert f.program.counters.replays and product[0].eq(9).all()
