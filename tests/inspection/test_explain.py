@@ -48,7 +48,7 @@ comes and goes with each call  3         512          512          768
   of which in 2 region(s)      2         512
   of which outputs             1         256
 allocated by operators         0         not planned
-most is alive at mm_1 (test_explain.py, line 25: return (hidden @ w).sin() @ w): buf0 256, buf2 256
+most is alive at mm_1 (test_explain.py, line 26: return (hidden @ w).sin() @ w): buf0 256, buf2 256
 predicted on cpu: a call takes 512 bytes (allocated when needed 512, by operators 0 of it)
   256 bytes are the caller's in the end
 
@@ -65,7 +65,7 @@ memory                  storages  bytes        lower bound  without reuse
 arena on cpu            3         512          512          768
   of which outputs      1         256
 allocated by operators  0         not planned
-most is alive at mm_1 (test_explain.py, line 25: return (hidden @ w).sin() @ w): buf0 256, buf2 256
+most is alive at mm_1 (test_explain.py, line 26: return (hidden @ w).sin() @ w): buf0 256, buf2 256
 predicted on cpu: a call takes 512 bytes (arena 512)
   256 bytes are the caller's in the end, and 512 bytes of inputs stay where they are
 """
