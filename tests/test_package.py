@@ -146,7 +146,7 @@ def test_a_feature_uses_what_the_table_says() -> None:
 def _without(feature: str, folder: Path) -> None:
     """Copy the package without a feature, those that use it, and their lines in ``__init__``."""
     package = folder / "fxwrap"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, package)
     for name in _with_users(feature):
         shutil.rmtree(package / "features" / name)
         lines = (package / "__init__.py").read_text().splitlines()

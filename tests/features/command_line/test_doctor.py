@@ -59,8 +59,10 @@ def test_a_torch_that_is_too_old() -> None:
     """It has no such module, and importing the backend fails."""
     program = """
 import sys, torch
-torch.__version__ = "2.6.0"
 sys.modules["torch._inductor.codegen.wrapper_fxir"] = None
+from fxwrap.torch_private.native_library import native_replay
+native_replay()  # takes a minute to build for another torch
+torch.__version__ = "2.6.0"
 from fxwrap.features.command_line.command_line import app
 app(["doctor"])
 """
