@@ -27,6 +27,7 @@ def built_library(
     flags: Sequence[str],
     *,
     key: Sequence[str] = (),
+    headers: Sequence[Path] = (),
     patience_s: float,
     suffix: str = ".so",
     notice: str = "",
@@ -34,7 +35,8 @@ def built_library(
     """The path of the shared library that is compiled from ``source``; it is compiled if the cache does not have it.
 
     Args:
-        key: what the library depends on beside its source, the flags and the machine.
+        key: what the library depends on beside its source, its headers, the flags and the machine.
+        headers: the files of this package that the source includes.
         patience_s: how long the compiler may run, in seconds.
         suffix: the ending of the file's name.
         notice: a line for whoever waits, which goes to stderr if the library has to be compiled.
@@ -43,18 +45,25 @@ def built_library(
         OSError: there is no compiler, or the cache cannot be written.
         subprocess.SubprocessError: the compiler fails, or takes too long.
     """
-    path = library_path(name, source, flags, key=key, suffix=suffix)
+    path = library_path(name, source, flags, key=key, headers=headers, suffix=suffix)
     if not path.exists():
         _compile(path, source, flags, patience_s, notice)
     return path
 
 
 def library_path(
-    name: str, source: Path, flags: Sequence[str], *, key: Sequence[str] = (), suffix: str = ".so"
+    name: str,
+    source: Path,
+    flags: Sequence[str],
+    *,
+    key: Sequence[str] = (),
+    headers: Sequence[Path] = (),
+    suffix: str = ".so",
 ) -> Path:
     """Where ``built_library`` keeps what it compiles."""
+    files = (file.read_bytes() for file in (source, *headers))
     texts = (*flags, *key, os.environ.get("CXX", ""), platform.system(), platform.machine())
-    digest = hashlib.sha256(b"\0".join((source.read_bytes(), *(text.encode() for text in texts)))).hexdigest()[:16]
+    digest = hashlib.sha256(b"\0".join((*files, *(text.encode() for text in texts)))).hexdigest()[:16]
     return cache_folder() / f"{name}-{digest}{suffix}"
 
 

@@ -69,9 +69,9 @@ def replay_library() -> Path:
 def _what_to_build() -> tuple[str, Path, tuple[str, ...], dict[str, Any]]:
     if platform.system() == "Windows" or platform.machine() not in _MACHINES:
         raise OSError(f"untested on {platform.system()} {platform.machine()}")
-    headers = (header.read_text(encoding="utf-8") for header in sorted(_SOURCE.parent.glob("*.h")))
-    key = (torch.__version__, str(torch.version.git_version), sys.version, *headers)
-    return "replay", _SOURCE, _flags(), {"key": key, "suffix": importlib.machinery.EXTENSION_SUFFIXES[0]}
+    key = (torch.__version__, str(torch.version.git_version), sys.version)
+    headers, suffix = sorted(_SOURCE.parent.glob("*.h")), importlib.machinery.EXTENSION_SUFFIXES[0]
+    return "replay", _SOURCE, _flags(), {"key": key, "headers": headers, "suffix": suffix}
 
 
 def _load() -> NativeReplay:

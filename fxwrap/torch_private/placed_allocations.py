@@ -37,6 +37,7 @@ from .functions import frees_workspaces, storage_at
 log = logging.getLogger(__name__)
 
 _SOURCE = Path(__file__).with_name("native") / "placed_allocations.cpp"
+_HEADERS = (_SOURCE.with_name("cuda_driver.h"),)
 _FLAGS = ("-std=c++17", "-O2", "-ldl")
 # Seconds that the compiler may take. It takes one on an idle machine.
 _PATIENCE = 120
@@ -176,7 +177,8 @@ def _library() -> ctypes.CDLL | str:
     if not frees_workspaces():
         return f"torch {torch.__version__} cannot free the workspaces of one stream"
     try:
-        library = ctypes.CDLL(str(built_library("placed_allocations", _SOURCE, _FLAGS, patience_s=_PATIENCE)))
+        path = built_library("placed_allocations", _SOURCE, _FLAGS, headers=_HEADERS, patience_s=_PATIENCE)
+        library = ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError) as error:
         return f"its library cannot be built: {error}"
     library.fxwrap_placing_open.restype = ctypes.c_char_p

@@ -317,3 +317,15 @@ def test_a_library_is_another_with_other_flags(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(subprocess.SubprocessError):
         built_library("small", source, ("-DANSWER=nothing",), patience_s=100)
     assert len(list((tmp_path / "fxwrap").iterdir())) == 2
+
+
+def test_a_library_is_another_with_another_header(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, header = tmp_path / "small.cpp", tmp_path / "answer.h"
+    source.write_text('#include "answer.h"\nextern "C" int answer() { return ANSWER; }')
+    monkeypatch.setenv("FXWRAP_CACHE_DIR", str(tmp_path))
+    answers = []
+    for answer in (1, 2, 1):
+        header.write_text(f"#define ANSWER {answer}")
+        library = ctypes.CDLL(str(built_library("small", source, (), headers=[header], patience_s=100)))
+        answers.append(library.answer())
+    assert answers == [1, 2, 1] and len(list((tmp_path / "fxwrap").iterdir())) == 2

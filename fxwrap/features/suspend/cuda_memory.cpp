@@ -1,54 +1,19 @@
 // Device memory whose physical part is given back and taken again while its addresses stay: CUDA's driver,
 // "Virtual Memory Management". cuda_memory.py is its only caller.
-//
-// The driver is looked up at run time, and what is used of its interface is declared here, so that neither CUDA's
-// headers nor its libraries are needed to compile. Every function may be called from any thread.
+// Every function may be called from any thread.
 
-#include <dlfcn.h>
 #include <sys/types.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "../../torch_private/native/cuda_driver.h"
+
 namespace {
-
-// cuda.h. These are the versions "_v1" of the structures, which do not change.
-using Pointer = unsigned long long;
-using Handle = unsigned long long;
-struct Location {
-  int type, id;
-};
-struct Properties {
-  int type, handle_types;
-  Location location;
-  void* windows;
-  struct {
-    unsigned char compression, rdma;
-    unsigned short usage;
-    unsigned char reserved[4];
-  } flags;
-};
-struct Access {
-  Location location;
-  int flags;
-};
-constexpr int kPinned = 1, kOnDevice = 1, kReadAndWrite = 3, kMinimum = 0, kSuccess = 0;
-
-struct {
-  int (*granularity)(size_t*, const Properties*, int);
-  int (*reserve)(Pointer*, size_t, size_t, Pointer, unsigned long long);
-  int (*free)(Pointer, size_t);
-  int (*create)(Handle*, size_t, const Properties*, unsigned long long);
-  int (*release)(Handle);
-  int (*map)(Pointer, size_t, size_t, Handle, unsigned long long);
-  int (*access)(Pointer, size_t, const Access*, size_t);
-  int (*unmap)(Pointer, size_t);
-} driver;
 
 // dlpack.h, "DLManagedTensor".
 struct Tensor {
@@ -82,13 +47,6 @@ int64_t frees = 0;
 // Whose memory this thread allocates.
 thread_local int64_t current_owner = 0;
 
-Properties properties(int device) {
-  Properties made{};
-  made.type = kPinned;
-  made.location = {kOnDevice, device};
-  return made;
-}
-
 // The mutex is held by whoever calls these.
 int take(Pointer at, Segment& segment) {
   const auto wanted = properties(segment.device);
@@ -118,22 +76,8 @@ int give_back(Pointer at, Segment& segment) {
 
 #define API extern "C" __attribute__((visibility("default")))
 
-// Looks the driver up; returns the name of the first function that is missing, or null.
-API const char* fxwrap_memory_open(const char* library) {
-  void* opened = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
-  if (opened == nullptr) return library;
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(opened, name));
-    return function == nullptr ? name : nullptr;
-  };
-  const char* missing = nullptr;
-  (missing = find(driver.granularity, "cuMemGetAllocationGranularity")) ||
-      (missing = find(driver.reserve, "cuMemAddressReserve")) || (missing = find(driver.free, "cuMemAddressFree")) ||
-      (missing = find(driver.create, "cuMemCreate")) || (missing = find(driver.release, "cuMemRelease")) ||
-      (missing = find(driver.map, "cuMemMap")) || (missing = find(driver.access, "cuMemSetAccess")) ||
-      (missing = find(driver.unmap, "cuMemUnmap"));
-  return missing;
-}
+// Returns the name of what the driver lacks, or null.
+API const char* fxwrap_memory_open(const char* library) { return open_driver(library); }
 
 // Sets whose memory this thread allocates from now on; returns whose it was before.
 API int64_t fxwrap_memory_owner(int64_t owner) { return std::exchange(current_owner, owner); }

@@ -27,6 +27,7 @@ from ...errors import DeviceError
 from ...native_build import built_library
 
 _SOURCE = Path(__file__).with_name("cuda_memory.cpp")
+_HEADERS = (Path(__file__).parents[2] / "torch_private" / "native" / "cuda_driver.h",)
 _FLAGS = ("-std=c++17", "-O2", "-ldl")
 # Seconds that the compiler may take. It takes two on an idle machine.
 _PATIENCE = 120
@@ -123,7 +124,7 @@ def _library() -> tuple[ctypes.CDLL, Any]:
     try:
         if not hasattr(torch.cuda, "MemPool"):
             raise OSError(f"torch {torch.__version__} has no torch.cuda.MemPool")
-        path = built_library("cuda_memory", _SOURCE, _FLAGS, patience_s=_PATIENCE)
+        path = built_library("cuda_memory", _SOURCE, _FLAGS, headers=_HEADERS, patience_s=_PATIENCE)
         library = ctypes.CDLL(str(path))
         library.fxwrap_memory_open.restype = ctypes.c_char_p
         if missing := library.fxwrap_memory_open(_DRIVER):

@@ -6,49 +6,16 @@
 //
 // A capture that never runs touches no byte. But the driver takes no pointer that is not the device's where it records
 // a copy or a memset. So all its addresses are mapped, one span after another, to the same few bytes of the device.
-// The driver is looked up at run time, so that neither CUDA's headers nor its libraries are needed to compile.
-
-#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <type_traits>
+
+#include "cuda_driver.h"
 
 namespace {
-
-// cuda.h. These are the versions "_v1" of the structures, which do not change.
-using Pointer = unsigned long long;
-using Handle = unsigned long long;
-struct Location {
-  int type, id;
-};
-struct Properties {
-  int type, handle_types;
-  Location location;
-  void* windows;
-  struct {
-    unsigned char compression, rdma;
-    unsigned short usage;
-    unsigned char reserved[4];
-  } flags;
-};
-struct Access {
-  Location location;
-  int flags;
-};
-constexpr int kPinned = 1, kOnDevice = 1, kReadAndWrite = 3;
-
-struct {
-  int (*reserve)(Pointer*, size_t, size_t, Pointer, unsigned long long);
-  int (*create)(Handle*, size_t, const Properties*, unsigned long long);
-  int (*release)(Handle);
-  int (*map)(Pointer, size_t, size_t, Handle, unsigned long long);
-  int (*access)(Pointer, size_t, const Access*, size_t);
-  int (*unmap)(Pointer, size_t);
-} driver;
 
 constexpr size_t kHalf = size_t(1) << 39, kSpan = size_t(32) << 20, kAlignment = 512;
 
@@ -66,9 +33,7 @@ std::map<int, Stage> stages;
 bool map_up_to(Stage& stage, int device, int half, size_t end) {
   if (end > kHalf) return false;
   if (stage.handle == 0) {
-    Properties wanted{};
-    wanted.type = kPinned;
-    wanted.location = {kOnDevice, device};
+    const Properties wanted = properties(device);
     if (driver.create(&stage.handle, kSpan, &wanted, 0)) return stage.handle = 0, false;
   }
   while (stage.mapped[half] < end) {
@@ -94,20 +59,8 @@ thread_local Addresses addresses;
 
 extern "C" {
 
-// Looks the driver up; returns the name of the first function that is missing, or null.
-const char* fxwrap_placing_open(const char* library) {
-  void* opened = dlopen(library, RTLD_NOW | RTLD_GLOBAL);
-  if (opened == nullptr) return library;
-  const auto find = [&](auto& function, const char* name) {
-    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(opened, name));
-    return function == nullptr ? name : nullptr;
-  };
-  const char* missing = nullptr;
-  (missing = find(driver.reserve, "cuMemAddressReserve")) || (missing = find(driver.create, "cuMemCreate")) ||
-      (missing = find(driver.release, "cuMemRelease")) || (missing = find(driver.map, "cuMemMap")) ||
-      (missing = find(driver.access, "cuMemSetAccess")) || (missing = find(driver.unmap, "cuMemUnmap"));
-  return missing;
-}
+// Returns the name of what the driver lacks, or null.
+const char* fxwrap_placing_open(const char* library) { return open_driver(library); }
 
 // An address on a device's stage for an operand of so many bytes, `offset` bytes from its begin; 0 if there is none.
 std::uint64_t fxwrap_operand_on_stage(int device, std::uint64_t offset, std::uint64_t nbytes) {
