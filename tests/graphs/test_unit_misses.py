@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import subprocess
 from pathlib import Path
 from typing import Any
