@@ -21,12 +21,12 @@ export TORCHINDUCTOR_CACHE_DIR ?= $(CACHES)/torch-$(TORCH)
 export HOSTSIM_CACHE ?= $(CACHES)/hostsim
 export HOSTCUDA_CACHE ?= $(CACHES)/hostcuda
 export MINIMAL_CACHE ?= $(CACHES)/minimal
-# How many processes run tests/ on the CPU at a time; `make test` has up to two more, for the simulated accelerator and
-# examples/. Each compiles in itself, and with one thread.
+# How many processes run tests/ on the CPU at a time, and as many on the simulated accelerator; `make test` has up to two
+# more, for examples/. Each compiles in itself, and with one thread.
 WORKERS ?= 2
 # The longest first; two at a time.
 CUDA_TESTS := cuda-graphs cuda-rest cuda-checks cuda-fuzz cuda-fuzz-lazy cuda-own
-TESTS := quick test test-main test-hostsim test-device test-own test-minimal test-models test-vendor \
+TESTS := quick test test-main test-hostsim test-device test-device-rest test-own test-minimal test-models test-vendor \
 	test-trainers $(CUDA_TESTS)
 $(TESTS): export TORCHINDUCTOR_COMPILE_THREADS ?= 1
 $(TESTS): export OMP_NUM_THREADS ?= 1
@@ -62,13 +62,17 @@ hostsim: $(VENV)/.installed-test
 		"import torch; hasattr(torch.accelerator, 'Graph') and __import__('hostsim')"
 
 test-hostsim: $(VENV)/.installed-test hostsim
-	$(MAKE) --no-print-directory --jobs 2 test-device test-own
+	$(MAKE) --no-print-directory --jobs 3 test-device test-device-rest test-own
 
+# Where it is the device that decides. test-hostsim runs the other tests on it, too.
+ON_DEVICE := tests/graphs tests/passes tests/features/bill tests/features/checked tests/features/suspend
+ON_HOSTSIM = --device hostsim --numprocesses $(WORKERS) --dist worksteal
 # A process has one device out of PyTorch's tree: these run apart from each other and from all others, and tell in the end.
-test-device: chosen := --device hostsim --numprocesses $(WORKERS) --dist worksteal
+test-device: chosen = $(ON_HOSTSIM) $(ON_DEVICE)
+test-device-rest: chosen = $(ON_HOSTSIM) tests $(ON_DEVICE:%=--ignore %)
 test-own: chosen := examples/hostsim/tests
 test-minimal: chosen := examples/minimal
-test-device test-own test-minimal:
+test-device test-device-rest test-own test-minimal:
 	@$(BIN)/python -m pytest $(chosen) > $(VENV)/$@.log 2>&1; code=$$?; cat $(VENV)/$@.log; exit $$code
 
 # All ten models on the simulated accelerator, of which test-hostsim runs a sample.
