@@ -463,6 +463,7 @@ class SizedProgram:
             it.
         workspace: bytes of workspace that calls have at these sizes, by node, where the plan does not know them.
         operators: what captured calls allocate at these sizes, by node, as far as the plan has a place for it.
+        arena_head: bytes of its block before the device's arena begins. They count with what a call takes.
     """
 
     plan: ProgramPlan
@@ -472,6 +473,7 @@ class SizedProgram:
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, OperatorMemory] = field(default_factory=dict)
+    arena_head: int = 0
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

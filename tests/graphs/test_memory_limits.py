@@ -600,3 +600,25 @@ def test_a_replay_allocates_nothing(
         assert len(f.programs) == 2
     assert f.replays() == [count + 4 for count in replays]
     assert len(own_arenas.pools()) == 1
+
+
+def test_a_limit_counts_all_of_the_block_in_which_an_arena_lies(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """Where operators allocate at planned addresses, the arena begins behind the address of its block."""
+    if not freezes(device):
+        pytest.skip("there are no arenas")
+    x = torch.randn(16, 16, device=device)
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return ((x @ x).relu() @ x).sin() @ x
+
+    with torch.no_grad(), pytest.raises(MemoryLimitError) as caught:
+        compiled(program, options={"memory_limit": 1})(x)
+    f: Compiled = compiled(program, options={"memory_limit": caught.value.least})
+    with torch.no_grad():
+        for _ in range(4):
+            f(x)
+    (arena,) = own_arenas.alive(device)
+    assert f.program.counters.replays and arena.block is not None
+    assert arena.block.nbytes() == own_arenas.kept(device) <= caught.value.least

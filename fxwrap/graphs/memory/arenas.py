@@ -25,10 +25,6 @@ log = logging.getLogger(__name__)
 # Bytes. Torch's CPU allocator aligns to this; that of a custom build may not.
 _CPU_ALIGNMENT = 64
 
-# Bytes. An allocator finds its blocks by their addresses: where operators allocate at planned addresses
-# (``devices.Placements``), none of these is that of the block in which an arena lies.
-_PLACED_FROM = 512
-
 # Bytes. Allocators serve requests up to this size from small segments (c10/core/AllocatorConfig.h, kSmallSize).
 _SMALL = 1 << 20
 
@@ -88,6 +84,10 @@ class Arena:
         assert self.block is not None
         return self.block.data_ptr() + self._begin + offset
 
+    def block_bytes(self, nbytes: int) -> int:
+        """The bytes of the block of an arena of ``nbytes`` (``DeviceRuntime.arena_head``)."""
+        return nbytes + runtime_for(self.device).arena_head if nbytes and self.memory is None else nbytes
+
     def resize(self, nbytes: int) -> None:
         """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
 
@@ -108,12 +108,12 @@ class Arena:
             take_block = functools.partial(self.memory.allocate, nbytes)
             self.block, self.nbytes = take_memory(self.device, take_block, self.drop_pool), nbytes
             return
-        before = 0 if not nbytes or runtime_for(self.device).placements is None else _PLACED_FROM
-        take = functools.partial(torch.empty, before + nbytes, dtype=torch.uint8, device=self.device)
+        head = self.block_bytes(nbytes) - nbytes
+        take = functools.partial(torch.empty, head + nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
             memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
-        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else before
+        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else head
         self.block, self.nbytes = memory.untyped_storage(), nbytes
 
     @property

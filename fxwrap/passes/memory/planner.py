@@ -134,7 +134,8 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
         )
     unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
     if memory is not None and sized.frozen:
-        return memory.size + max(most_alive(unplanned), in_pool) + requirements.copies
+        arenas = memory.size + (sized.arena_head if memory.size else 0)
+        return arenas + max(most_alive(unplanned), in_pool) + requirements.copies
     planned = (buffer for items in requirements.planned.values() for _, buffer in items)
     return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
 
@@ -206,7 +207,7 @@ class Prediction:
     Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
 
     Attributes:
-        arena: the arena, which exists all the time.
+        arena: the arena, which exists all the time, with what lies before it in its block.
         operators: the peak of results that operators allocate, and of their workspace if that is known.
         outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
         outputs: the part of all this that the caller still has after the call.
@@ -238,12 +239,14 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
         planned = _renamed(timeline.planned.get(device, ()))
-        own_copies = copies if device == programs[0].plan.device else 0
-        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("copies", own_copies, 0, timeline.end)]
+        own = device == first.plan.device
+        of_results = Buffer("copies", copies if own else 0, 0, timeline.end)
+        unplanned = [*_renamed(timeline.unplanned.get(device, ())), of_results]
+        arena = plan_memory(planned, _alignment(device)).size if frozen else 0
         predictions.append(
             Prediction(
                 device,
-                arena=plan_memory(planned, _alignment(device)).size if frozen else 0,
+                arena=arena + (first.arena_head if own and arena else 0),
                 operators=most_alive(unplanned),
                 outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
                 outputs=timeline.outputs.get(device, 0),
