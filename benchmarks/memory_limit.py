@@ -173,10 +173,8 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table, wrong = (
-        Table("model", "limit, MiB", "of A", "of ordinary", "measured, MiB", "planned, MiB", "nodes", "time"),
-        False,
-    )
+    columns = "model", "limit, MiB", "of A", "of ordinary", "measured, MiB", "planned, MiB", "nodes", "time"
+    table, wrong = Table(*columns), False
     for name in given.models:
         torch.manual_seed(0)
         model, inputs = MODELS[name]()
@@ -224,9 +222,8 @@ def main() -> int:
                 wrong = True
             lowest = min(lowest, measured)
         if sweep:
-            table.add_row(
-                "", f"{len(sweep)} limits", "", "", "as planned, monotone" if not wrong else "not as planned"
-            )
+            told = "as planned, monotone" if not wrong else "not as planned"
+            table.add_row("", f"{len(sweep)} limits", "", "", told)
         torch._dynamo.reset()
     Console(width=140).print(table)
     return int(wrong)

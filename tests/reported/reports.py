@@ -392,6 +392,10 @@ each size.
 """
 
 
+def _link(number: int) -> str:
+    return f"[#{number}](https://github.com/pytorch/pytorch/issues/{number})"
+
+
 def page() -> str:
     lines = [_HEAD]
     rows = reports()
@@ -399,14 +403,12 @@ def page() -> str:
         lines += [f"## {title}\n", "| report | symptom | graph trees, torch 2.14.1 | fxwrap |", "|---|---|---|---|"]
         for one in rows:
             if one.module == f"test_reported_{theme}":
-                link = f"[#{one.number}](https://github.com/pytorch/pytorch/issues/{one.number})"
                 test = f"[test](../tests/reported/{one.module}.py)"
-                lines.append(f"| {link} | {one.symptom} | {one.trees} | {one.fxwrap} ({test}) |")
+                lines.append(f"| {_link(one.number)} | {one.symptom} | {one.trees} | {one.fxwrap} ({test}) |")
         lines.append("")
-    lines += [_TRAINING]
+    lines.append(_TRAINING)
     for one in training_reports():
-        link = f"[#{one.number}](https://github.com/pytorch/pytorch/issues/{one.number})"
-        lines.append(f"| {link} | {one.symptom} | {one.inductor} | {one.ours} |")
+        lines.append(f"| {_link(one.number)} | {one.symptom} | {one.inductor} | {one.ours} |")
     lines.append("")
     return "\n".join([*lines, _MANY_SIZES])
 

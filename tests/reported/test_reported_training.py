@@ -6,13 +6,24 @@ The loop of a report is written once, over a maker of steps: eager, with ``torch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from reports import Steps, reported_training
-from torch.optim import Adam, AdamW, lr_scheduler
+from torch.optim import Adam, AdamW, Optimizer, lr_scheduler
 
 _STEPS = 10
+
+
+def _losses(
+    steps: Steps, rate: float | torch.Tensor, make_schedule: Callable[[Optimizer], lr_scheduler.LRScheduler]
+) -> Iterator[torch.Tensor]:
+    """The losses of steps with AdamW, after each of which the scheduler takes one, too."""
+    step, optimizer = steps.make(lambda parameters: AdamW(parameters, lr=rate))
+    schedule = make_schedule(optimizer)
+    for _ in range(_STEPS):
+        yield step(torch.randn(8, 4))
+        schedule.step()
 
 
 @reported_training(
@@ -23,11 +34,7 @@ _STEPS = 10
     ours="one program reads the rate at every step",
 )
 def test_a_rate_that_is_a_number(steps: Steps) -> Iterator[torch.Tensor]:
-    step, optimizer = steps.make(lambda parameters: AdamW(parameters, lr=1e-2))
-    schedule = lr_scheduler.LinearLR(optimizer, total_iters=2 * _STEPS)
-    for _ in range(_STEPS):
-        yield step(torch.randn(8, 4))
-        schedule.step()
+    return _losses(steps, 1e-2, lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=2 * _STEPS))
 
 
 @reported_training(
@@ -38,11 +45,8 @@ def test_a_rate_that_is_a_number(steps: Steps) -> Iterator[torch.Tensor]:
     ours="one program reads the tensor at every step",
 )
 def test_a_rate_that_is_a_tensor(steps: Steps) -> Iterator[torch.Tensor]:
-    step, optimizer = steps.make(lambda parameters: AdamW(parameters, lr=torch.tensor(1e-2)))
-    schedule = lr_scheduler.LinearLR(optimizer, total_iters=2 * _STEPS)
-    for _ in range(_STEPS):
-        yield step(torch.randn(8, 4))
-        schedule.step()
+    rate = torch.tensor(1e-2)
+    return _losses(steps, rate, lambda optimizer: lr_scheduler.LinearLR(optimizer, total_iters=2 * _STEPS))
 
 
 @reported_training(
@@ -54,11 +58,8 @@ def test_a_rate_that_is_a_tensor(steps: Steps) -> Iterator[torch.Tensor]:
     programs=2,
 )
 def test_a_beta_that_a_scheduler_changes(steps: Steps) -> Iterator[torch.Tensor]:
-    step, optimizer = steps.make(lambda parameters: AdamW(parameters, lr=torch.tensor(1e-2)))
-    schedule = lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=2 * _STEPS)
-    for _ in range(_STEPS):
-        yield step(torch.randn(8, 4))
-        schedule.step()
+    rate = torch.tensor(1e-2)
+    return _losses(steps, rate, lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=2 * _STEPS))
 
 
 @reported_training(
