@@ -117,7 +117,7 @@ def _check_memory(memory: MemoryPlan, sized: SizedProgram) -> None:
     plan = sized.plan
     replaced = [partition.nodes for partition in plan.partitions if partition.index in plan.compiled]
     donated = {plan.placeholders[position].name for position in plan.inputs.donated}
-    workspace = {node: own.workspace_bytes for node, own in sized.operators.items() if own.workspace_bytes}
+    workspace = {node: own.workspace_bytes for node, own in sized.operators.items()}
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, sized.symbol_values, replaced, donated, workspace)
 
 

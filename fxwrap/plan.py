@@ -463,7 +463,6 @@ class SizedProgram:
             it.
         workspace: bytes of workspace that calls have at these sizes, by node, where the plan does not know them.
         operators: what captured calls allocate at these sizes, by node, as far as the plan has a place for it.
-        arena_head: bytes of its block before the device's arena begins. They count with what a call takes.
     """
 
     plan: ProgramPlan
@@ -473,7 +472,11 @@ class SizedProgram:
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, OperatorMemory] = field(default_factory=dict)
-    arena_head: int = 0
+
+    def first_offset(self, device: torch.device) -> int:
+        """The lowest offset of a device's arena at which something lies, in bytes. An allocator finds its blocks by
+        their addresses: where operators allocate in the arena, none may do so at the address of the arena's block."""
+        return _BLOCK_ALIGNMENT if self.operators and device == self.plan.device else 0
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

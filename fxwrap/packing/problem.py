@@ -66,6 +66,13 @@ class Placement:
     size: int
     lower_bound: int
 
+    def moved_up(self, nbytes: int) -> Placement:
+        """The same, so many bytes higher. An arena without bytes stays so."""
+        if not self.size:
+            return self
+        offsets = {name: offset + nbytes for name, offset in self.offsets.items()}
+        return Placement(offsets, self.size + nbytes, self.lower_bound + nbytes)
+
     @property
     def proven(self) -> bool:
         """Whether the arena is known to be the smallest possible."""

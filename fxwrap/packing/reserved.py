@@ -29,6 +29,7 @@ def lay_out_arena(
     alignment: int,
     hint: Placement | None = None,
     previous: Mapping[str, int] = MappingProxyType({}),
+    first: int = 0,
 ) -> Placement:
     """Place buffers in an arena around reserved bytes, outputs at one end; live ones do not overlap.
 
@@ -46,12 +47,13 @@ def lay_out_arena(
         alignment: bytes; every offset is a multiple.
         hint: offsets that are followed where no reserved bytes are in the way, if that hardly enlarges the arena.
         previous: offsets in a plan for other sizes, by name, in bytes.
+        first: the lowest offset that a buffer may have; a multiple of the alignment.
 
     Returns:
         Offsets in bytes. The size and the lower bound count reserved bytes, too. Where the hint is followed, the
         lower bound is the hint's, and the size is at least the hint's.
     """
-    problem = _Problem.of(buffers, reserved, alignment)
+    problem = _Problem.of(buffers, reserved, alignment, first)
     placements = list[Placement]()
     if hint is not None:
         offsets = problem.offsets_from(hint.offsets)
@@ -61,7 +63,7 @@ def lay_out_arena(
     if reserved:
         placements.append(problem.placement(problem.between_ends(outputs)))
     else:
-        placements.append(plan_memory(buffers, alignment, previous=previous))
+        placements.append(plan_memory(buffers, alignment, previous=previous).moved_up(first))
     return min(placements, key=lambda placement: placement.size)
 
 
@@ -86,13 +88,16 @@ class _Problem:
     bound: int
 
     @classmethod
-    def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> _Problem:
+    def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int, first: int) -> _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
         last = max((item.end for item in items), default=1)
-        ends = (r.end if r.end < FOREVER else last for r in reserved)
-        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
+        # What lies below the first offset is taken, by whatever it is. Buffers without bytes may lie there.
+        first = first if any(sizes) else 0
+        spans = [Reserved(0, first), *(replace(r, low=max(r.low, first)) for r in reserved if r.high > first)]
+        ends = (r.end if r.end < FOREVER else last for r in spans)
+        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(spans, ends, strict=True)]
         intervals += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
-        taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
+        taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in spans if r.high]
         return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
     def offsets_from(self, hint: Mapping[str, int]) -> list[int]:

@@ -225,6 +225,14 @@ def test_layouts_keep_their_promises(count: int) -> None:
         if not fixed:
             assert placement.size <= plan_memory(buffers, ROW).size
             proven += placement.proven
+        # With a lowest offset, by a hint and without.
+        higher = lay_out_arena(buffers, outputs, fixed, ROW, first=2 * ROW)
+        hinted = lay_out_arena(buffers, outputs, fixed, ROW, hint=placement, first=2 * ROW)
+        for found in (higher, hinted):
+            check(buffers, fixed, found, ROW)
+            assert all(found.offsets[b.name] >= 2 * ROW for b in buffers if b.size), f"seed {seed}"
+        if not fixed and placement.size:
+            assert higher == placement.moved_up(2 * ROW)
     assert proven >= count // 3
 
 

@@ -95,12 +95,6 @@ class DeviceRuntime:
     conditional_nodes: ConditionalNodes | None = None
     placements: Callable[[torch.device], contextlib.AbstractContextManager[Placements]] | None = None
 
-    @property
-    def arena_head(self) -> int:
-        """Bytes of its block before an arena begins. An allocator finds its blocks by their addresses: none of those
-        at which operators are to allocate is that of the block in which an arena lies."""
-        return 0 if self.placements is None else _ARENA_HEAD
-
     def make_pool(
         self, recover: RecoverFromFailedCapture | None = None, memory: SuspendableMemory | None = None
     ) -> GraphPool:
@@ -213,8 +207,6 @@ def current_stream(device: torch.device) -> Any:
 
 
 _pools = weakref.WeakSet[GraphPool]()
-# Bytes; the size of an allocator's smallest block.
-_ARENA_HEAD = 512
 # How often a small graph is captured after a failed capture. What has ended that capture (another thread that waits
 # for the device) may end this one, too.
 _ATTEMPTS = 5

@@ -124,7 +124,7 @@ class ArenaPool:
 
     @staticmethod
     def _kept_by(arena: Arena) -> int:
-        return arena.block_bytes(arena.nbytes) + sum(user.own_bytes for user, _ in arena.users())
+        return arena.nbytes + sum(user.own_bytes for user, _ in arena.users())
 
     def make_room(self, arena: Arena, nbytes: int, limit: int) -> bool:
         """End recordings, the least recently used first, until ``arena`` may have ``nbytes``.
@@ -140,12 +140,11 @@ class ArenaPool:
         """
         owner = LockOwner()  # the locks are free when it is gone
         locked = [other for other in self.alive(arena.device) if other is arena or other.lock.acquire(owner)]
-        wanted = arena.block_bytes(nbytes)
-        if wanted + sum(self._kept_by(other) for other in self.alive(arena.device) if other not in locked) > limit:
+        if nbytes + sum(self._kept_by(other) for other in self.alive(arena.device) if other not in locked) > limit:
             return False
         if nbytes != arena.nbytes:
             arena.resize(0)
-        while self.kept(arena.device) - arena.block_bytes(arena.nbytes) + wanted > limit:
+        while self.kept(arena.device) - arena.nbytes + nbytes > limit:
             users = [(user, home) for home in locked for user, _ in home.users()]
             if not users:
                 return False

@@ -15,7 +15,7 @@ import torch
 
 from ...devices import RecoverFromFailedCapture, SuspendableMemory
 from ...host_graph.tensors import tensor_over
-from ..devices.runtime import DeviceRuntime, GraphPool, runtime_for
+from ..devices.runtime import DeviceRuntime, GraphPool
 from .live_outputs import OutputStorage, WatchedOutputs
 from .locks import TryLock
 from .take_memory import SUSPENDABLE, empty_cache, take_memory
@@ -84,10 +84,6 @@ class Arena:
         assert self.block is not None
         return self.block.data_ptr() + self._begin + offset
 
-    def block_bytes(self, nbytes: int) -> int:
-        """The bytes of the block of an arena of ``nbytes`` (``DeviceRuntime.arena_head``)."""
-        return nbytes + runtime_for(self.device).arena_head if nbytes and self.memory is None else nbytes
-
     def resize(self, nbytes: int) -> None:
         """Replace the memory with ``nbytes`` new bytes. All recordings end; live outputs keep the old memory alive.
 
@@ -108,12 +104,11 @@ class Arena:
             take_block = functools.partial(self.memory.allocate, nbytes)
             self.block, self.nbytes = take_memory(self.device, take_block, self.drop_pool), nbytes
             return
-        head = self.block_bytes(nbytes) - nbytes
-        take = functools.partial(torch.empty, head + nbytes, dtype=torch.uint8, device=self.device)
+        take = functools.partial(torch.empty, nbytes, dtype=torch.uint8, device=self.device)
         memory = take_memory(self.device, take, self.drop_pool)
         if self.device.type == "cpu" and memory.data_ptr() % _CPU_ALIGNMENT:
             memory = torch.empty(nbytes + _CPU_ALIGNMENT, dtype=torch.uint8)
-        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else head
+        self._begin = -memory.data_ptr() % _CPU_ALIGNMENT if self.device.type == "cpu" else 0
         self.block, self.nbytes = memory.untyped_storage(), nbytes
 
     @property

@@ -15,7 +15,7 @@ from ...errors import MemoryLimitError, PlanError
 from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_bytes, symbols_at
 from ...limit import Limit, does_not_fit
 from ...plan import ProgramPlan, SizedProgram
-from ..devices.runtime import freezes_addresses, runtime_for
+from ..devices.runtime import freezes_addresses
 from .operator_memory import known_memory
 from .planning import Planner
 
@@ -90,8 +90,7 @@ class Budget:
         workspace.update(seen := self._seen.get(_key(symbols), {}))
         workspace.update({one.node: seen[one.repeats] for one in plan.repeated if one.repeats in seen})
         operators = known_memory(plan, symbols) if call.frozen else {}
-        head = runtime_for(plan.device).arena_head if call.frozen else 0
-        return SizedProgram(plan, numbers, call.input_buffers, call.frozen, call.donated, workspace, operators, head)
+        return SizedProgram(plan, numbers, call.input_buffers, call.frozen, call.donated, workspace, operators)
 
     def note_workspace(self, sized: SizedProgram, workspace: Mapping[str, int]) -> None:
         """Remember what calls have allocated in a warm-up, by node."""

@@ -54,24 +54,25 @@ def plan_program(
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
     """
-    requirements = Requirements.of(sized)
     if sized.frozen:
-        return _plan_arenas(requirements, reserved, hint, previous)
-    return _plan_calls(requirements)
+        return _plan_arenas(sized, reserved, hint, previous)
+    return _plan_calls(Requirements.of(sized))
 
 
 def _plan_arenas(
-    requirements: Requirements,
+    sized: SizedProgram,
     reservations: Reservations,
     hint: PlacementHint | None,
     previous: MemoryPlan | None,
 ) -> MemoryPlan:
     """A plan with one arena per device, which exists between calls, too."""
+    requirements = Requirements.of(sized)
     regions, offsets, workspaces = list[Region](), list[Mapping[int, int]](), dict[str, Workspace]()
     for device, items in requirements.planned.items():
         alignment, taken = _alignment(device), reservations.get(device, ())
         reserved = tuple(replace(interval, end=requirements.end_of(interval.nodes)) for interval in taken)
-        placement = _lay_out(requirements, device, reserved, (hint or {}).get(device), previous)
+        followed, lowest = (hint or {}).get(device), sized.first_offset(device)
+        placement = _lay_out(requirements, device, reserved, followed, previous, lowest)
         separate = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
         bounds = placement.size, alignment, True, placement.lower_bound, separate, reserved
         regions.append(Region(device, 0, requirements.end, *bounds))
@@ -134,8 +135,7 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
         )
     unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
     if memory is not None and sized.frozen:
-        arenas = memory.size + (sized.arena_head if memory.size else 0)
-        return arenas + max(most_alive(unplanned), in_pool) + requirements.copies
+        return memory.size + max(most_alive(unplanned), in_pool) + requirements.copies
     planned = (buffer for items in requirements.planned.values() for _, buffer in items)
     return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
 
@@ -192,7 +192,7 @@ def plan_pair(
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(_with_moved_inputs(second, first))], saved_as)
     hints: tuple[dict[torch.device, Placement], ...] = ({}, {})
     for device, items in timeline.planned.items():
-        placement = plan_memory(_renamed(items), _alignment(device))
+        placement = _plan_together(items, device, [first, second])
         for number, hint in enumerate(hints):
             placed = zip(items, placement.offsets.values(), strict=True)
             offsets = {buffer.name: offset for (program, buffer), offset in placed if program == number}
@@ -207,7 +207,7 @@ class Prediction:
     Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
 
     Attributes:
-        arena: the arena, which exists all the time, with what lies before it in its block.
+        arena: the arena, which exists all the time.
         operators: the peak of results that operators allocate, and of their workspace if that is known.
         outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
         outputs: the part of all this that the caller still has after the call.
@@ -238,17 +238,15 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     predictions = []
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
-        planned = _renamed(timeline.planned.get(device, ()))
-        own = device == first.plan.device
-        of_results = Buffer("copies", copies if own else 0, 0, timeline.end)
-        unplanned = [*_renamed(timeline.unplanned.get(device, ())), of_results]
-        arena = plan_memory(planned, _alignment(device)).size if frozen else 0
+        planned = timeline.planned.get(device, [])
+        own_copies = copies if device == programs[0].plan.device else 0
+        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("copies", own_copies, 0, timeline.end)]
         predictions.append(
             Prediction(
                 device,
-                arena=arena + (first.arena_head if own and arena else 0),
+                arena=_plan_together(planned, device, programs).size if frozen else 0,
                 operators=most_alive(unplanned),
-                outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
+                outside=most_alive(unplanned if frozen else [*(b for _, b in planned), *unplanned]),
                 outputs=timeline.outputs.get(device, 0),
             )
         )
@@ -266,6 +264,11 @@ def _with_moved_inputs(backward: SizedProgram, forward: SizedProgram) -> SizedPr
 
 # Buffers, each with the number of its program.
 _Numbered = list[tuple[int, Buffer]]
+
+
+def _plan_together(items: _Numbered, device: torch.device, programs: Sequence[SizedProgram]) -> Placement:
+    lowest = max(program.first_offset(device) for program in programs)
+    return plan_memory(_renamed(items), _alignment(device)).moved_up(lowest)
 
 
 def _renamed(items: Iterable[tuple[int, Buffer]]) -> list[Buffer]:
@@ -316,12 +319,13 @@ def _lay_out(
     reserved: Sequence[Reserved],
     hint: Placement | None,
     previous: MemoryPlan | None,
+    lowest: int,
 ) -> Placement:
     items = requirements.planned[device]
     outputs = [b.name for index, b in items if index in requirements.outputs]
     by_index = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
     by_name = {b.name: by_index[index] for index, b in items if index is not None and index in by_index}
-    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name)
+    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name, lowest)
 
 
 def _alignment(device: torch.device) -> int:

@@ -42,12 +42,12 @@ def verify_memory(
     Args:
         replaced_groups: groups of nodes that ``compile_partition`` replaced by one call; they may work in any order.
         donated: inputs that the caller does not read after the call, unless it gets them back.
-        workspace: bytes of workspace that calls need in an arena, by node.
+        workspace: bytes of workspace in an arena of each call that allocates at planned addresses, by node.
 
     Raises:
         PlanError: two live storages overlap (the error names them, the step, the bytes); a storage is misaligned,
-            out of bounds or too small; workspace has no place; a write to an input is lost; or a communication is in
-            flight at the program's begin or end.
+            out of bounds or too small; workspace has no place; a call allocates at the address of an arena's block;
+            a write to an input is lost; or a communication is in flight at the program's begin or end.
     """
     accesses = Accesses(gm.graph)
     _check_communications(accesses)
@@ -71,6 +71,8 @@ def verify_memory(
         if not region.arena:
             in_call_regions[root] = place
         elif storage.origin is Origin.EXTERN:
+            if storage.node in workspace:
+                _check_not_first(storage.name, place.offset)
             begin = position[storage.node]
             stop = max(stop, begin + 1)
         elif maker.op == "placeholder":
@@ -83,6 +85,8 @@ def verify_memory(
         if size and begin < stop:
             intervals[place.region].append(Interval(storage.name, place.offset, place.offset + size, begin, stop))
     for node, nbytes in workspace.items():
+        if not nbytes:
+            continue
         number, interval = _workspace(node, nbytes, position[node], plan)
         intervals[number].append(interval)
     for number, region in enumerate(plan.regions):
@@ -99,6 +103,7 @@ def _workspace(node: str, nbytes: int, step: int, plan: MemoryPlan) -> tuple[int
         raise fault(f"plan: {name} is too small", expected=f"{nbytes} bytes", got=got)
     region = plan.regions[place.region]
     _check_span(name, place.offset, nbytes, region, region.alignment)
+    _check_not_first(name, place.offset)
     if not region.arena:
         raise fault(f"plan: {name} has no memory", expected="bytes of an arena", got="a region")
     return place.region, Interval(name, place.offset, place.offset + place.nbytes, step, step + 1)
@@ -178,6 +183,12 @@ def _check_span(name: str, offset: int, size: int, region: Region, alignment: in
             expected=f"bytes within [0, {region.size})",
             got=f"[{offset}, {offset + size})",
         )
+
+
+def _check_not_first(name: str, offset: int) -> None:
+    """An allocator finds its blocks by their addresses: two with one address would be taken for each other."""
+    if not offset:
+        raise fault(f"plan: {name} has the address of its arena's block", expected="another offset", got="0")
 
 
 def _check_steps(

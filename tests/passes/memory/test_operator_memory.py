@@ -5,8 +5,9 @@
     sums = cumsum(x); twice = sums * 2; return twice
 
     w              cumsum asks for its result (s) and for workspace (w), mul for its result (t), which lies where the
-    w  t  t        workspace was.
+    w  t  t        workspace was. Nothing lies at the arena's own address.
     s  s
+    .  .  .
     ---------
     cumsum  mul  (after)
 """
@@ -68,7 +69,7 @@ def _planned() -> tuple[SizedProgram, MemoryPlan]:
 
 def _verify(sized: SizedProgram, memory: MemoryPlan) -> None:
     plan: ProgramPlan = sized.plan
-    workspace = {node: own.workspace_bytes for node, own in sized.operators.items() if own.workspace_bytes}
+    workspace = {node: own.workspace_bytes for node, own in sized.operators.items()}
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, {}, workspace=workspace)
 
 
@@ -85,7 +86,7 @@ def test_all_of_it_lies_in_the_arena() -> None:
         "cumsum_default workspace": (0, 1, 1034),
     }
     # The workspace is gone when mul allocates its result.
-    assert region.size == region.lower_bound == 128 + 1088  # at multiples of 64, the CPU's alignment
+    assert region.size == region.lower_bound == 512 + 128 + 1088  # at multiples of 64, the CPU's alignment
     assert bytes_of_call(sized, memory) == memory.size
     spans = memory.footprint(region)
     assert sum(high - low for low, high in spans) <= region.size
@@ -114,3 +115,16 @@ def test_the_verifier_finds_workspace_without_a_place() -> None:
         _verify(sized, _moved(memory, offset=memory.workspaces["cumsum_default"].offset + 32))
     with pytest.raises(PlanError, match="cumsum_default workspace lies outside of its arena"):
         _verify(sized, _moved(memory, offset=memory.size))
+
+
+def test_the_verifier_finds_a_call_that_allocates_at_the_address_of_the_arena() -> None:
+    sized, memory = _planned()
+    for moved in (_moved(memory, offset=0), _with_result_at(0, sized, memory)):
+        with pytest.raises(PlanError, match="has the address of its arena's block"):
+            _verify(sized, moved)
+
+
+def _with_result_at(offset: int, sized: SizedProgram, memory: MemoryPlan) -> MemoryPlan:
+    result = next(s.index for s in sized.plan.facts.storages if s.name == "cumsum_default")
+    moved = [replace(p, offset=offset) if i == result else p for i, p in enumerate(memory.places)]
+    return replace(memory, places=tuple(moved))
