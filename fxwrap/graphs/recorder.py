@@ -384,6 +384,8 @@ class Recorder:
         if recorded.capture_errors:
             self._partition_again(recorded.capture_errors)
             return
+        if specialization.estimate is not None:
+            specialization.estimate.sized = recording.request.sized  # by now it is known which inputs stay
         specialization.add(recording, inputs)
         if recorded.not_native:
             self._context.count("events", f"replays in Python: {recorded.not_native}")
@@ -401,12 +403,21 @@ class Recorder:
     def _replace_plan(self, limit: Limit | None, why: str, plan: ProgramPlan | None = None) -> None:
         """Take ``plan``, or partition again within ``limit``. ``why``: the reason for which all recordings end."""
         plan = plan or nearest(self.partition, limit)
-        if plan.graph is not self.prepared.plan.graph:
+        same_graph = plan.graph is self.prepared.plan.graph
+        if not same_graph:
             self.newest_plan = self.newest_sized = None  # they are about storages of another graph
         self._limit, self.prepared = limit, Prepared.of(plan, self._context, self.budget)
         for other in self._context.specializations.values():
-            other.drop_recordings(why)
             other.fits = False
+            if other.estimate is not None and same_graph:
+                self.prepared.provider.estimate_again(other.estimate)
+        self._drop_recordings(why)
+        if (forward := self.forward[0]) is not None:  # its plan is one for both
+            forward._drop_recordings("its backward is planned anew")
+
+    def _drop_recordings(self, why: str) -> None:
+        for specialization in self._context.specializations.values():
+            specialization.drop_recordings(why)
         self._context.specializations.find_units()
 
     def _note_recording(self, recorded: Recorded, inputs: Sequence[Any], why: str, seconds: float) -> None:

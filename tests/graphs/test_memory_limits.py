@@ -449,6 +449,57 @@ def test_a_training_step_and_a_compiled_optimizer_share_an_arena(
         )
 
 
+@torch.library.custom_op("fxwrap_test::product_that_reads", mutates_args=())
+def product_that_reads(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b if a.sum().item() < 1e9 else a @ b + 1
+
+
+@product_that_reads.register_fake
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+def _keep_operands(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients_of_product(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    a, b = ctx.saved_tensors
+    return product_that_reads(grad, b.mT), product_that_reads(a.mT, grad)
+
+
+product_that_reads.register_autograd(_gradients_of_product, setup_context=_keep_operands)
+
+
+def test_what_a_cut_has_moved_out_of_the_arena_takes_no_bytes_there(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        recorded    forward: fails at the product    backward: fails at it, too           both once more
+        the plan    for both, with a gradient        cut again: the product returns it    for both, without it
+    """
+    if not freezes(device):
+        pytest.skip("there are no arenas")
+    w = torch.randn(32, 512, device=device, requires_grad=True)
+    x = torch.randn(8, 32, device=device)
+    f: Compiled = compiled(lambda x, w: product_that_reads(x.sin() * 2, w).cos().sum())
+
+    def arena_of_steps() -> int:
+        for _ in range(6):
+            w.grad = None
+            f(x, w).backward()
+        (arena,) = own_arenas.alive(device)
+        return arena.nbytes
+
+    at_first = arena_of_steps()
+    assert all(replays for replays in f.replays())
+    fxwrap.release()
+    w.grad = None
+    assert at_first == arena_of_steps()
+
+
 @dataclass
 class User:
     """Something recorded."""

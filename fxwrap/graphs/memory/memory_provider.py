@@ -161,11 +161,11 @@ class MemoryProvider:
                 SHARED.arenas.announce(device, estimate, arena.size)
 
     def estimate_again(self, estimate: Estimate) -> None:
-        """Plan ahead once more, with what operators were found to allocate since."""
+        """Plan ahead once more, with other partitions, and with what operators were found to allocate since."""
         sized = estimate.sized
         operators = known_memory(self.program, symbols_at(sized.symbol_values))
-        if sized.frozen and operators != sized.operators:
-            estimate.sized = replace(sized, operators=operators)
+        if sized.frozen and (operators != sized.operators or sized.plan is not self.program):
+            estimate.sized = replace(sized, plan=self.program, operators=operators)
             estimate.memory = self.planner.plan_memory(estimate.sized)
             self._announce(estimate)
 
@@ -204,8 +204,6 @@ class MemoryProvider:
             )
             kept = self.max_memory if not self.limited else 0
             return RecordingMemory(sized, memory.keeping(kept) if kept or self.limited else memory)
-        if estimate is not None:
-            estimate.sized = sized  # by now it is known which inputs stay
         hint = self._with_successor(sized, estimate)
         donated = self._donated_positions(inputs, static)
         stream = current_stream(self.program.device)
