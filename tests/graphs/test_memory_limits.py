@@ -512,6 +512,32 @@ class User:
         self.ended = why
 
 
+def test_an_arena_that_others_have_recorded_in_grows_with_room_for_the_next_size(own_arenas: ArenaPool) -> None:
+    """
+    ::
+
+        recorded    100         104         106 (of KiB)
+        arena       100         107.25      the same: nobody ends
+    """
+    arena = own_arenas.acquire(CPU, None, LockOwner(), [])
+
+    def record(kib: int, **how: Any) -> User:
+        own_arenas.fit(arena, kib << 10, **{"limit": 0, **how})
+        arena.enter(user := User(1), WatchedOutputs(), kib << 10)
+        return user
+
+    first = record(100)
+    assert arena.nbytes == 100 << 10
+    second = record(104)
+    assert first.ended and arena.nbytes == (104 << 10) * 33 // 32
+    third = record(106)
+    assert not second.ended and arena.nbytes == (104 << 10) * 33 // 32
+    # There is no room where a limit leaves none, or where the size is to be exact.
+    fourth = record(120, limit=121 << 10)
+    assert third.ended and arena.nbytes == 120 << 10
+    assert not fourth.ended and record(130, exactly=True) and arena.nbytes == 130 << 10
+
+
 def test_who_may_be_back_does_not_keep_others_from_memory_that_is_short(own_arenas: ArenaPool) -> None:
     """Room is kept for a recording that ended because its arena moved, but not if another one could not be made."""
     call, taken = LockOwner(), list[Arena]()

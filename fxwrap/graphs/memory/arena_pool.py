@@ -18,6 +18,9 @@ from .take_memory import reclaim_memory
 AT_ONE_TIME = 4
 # The largest ratio of an arena's size to what its largest user needs; up to which ratio a growth is small.
 _SLACK, _SMALL_GROWTH = 2, 1.125
+# An arena that others have recorded in grows by this part more than it must: the next size may be a little larger,
+# and all these recordings would end again.
+_ROOM = 32
 
 
 def wanted_size(present: int, needed: int, expected: int) -> int:
@@ -169,7 +172,11 @@ class ArenaPool:
             MemoryLimitError: the limit would be exceeded, or the device is out of memory.
         """
         again, grows = arena.needed_again(), nbytes > arena.nbytes and bool(arena.live())
-        room = room_around_outputs(arena.nbytes, nbytes, max(arena.needed(), again), arena.grown) if grows else 0
+        room = 0
+        if grows:
+            room = room_around_outputs(arena.nbytes, nbytes, max(arena.needed(), again), arena.grown)
+        elif nbytes > arena.nbytes and arena.users():
+            room = nbytes + nbytes // _ROOM
         # At first with what others are expected to need; where that is too much, without.
         needed, most = max(nbytes, arena.needed()), max(room, again, self.largest_announced(arena.device))
         for expected in (0,) if exactly else dict.fromkeys((most, 0)):
