@@ -357,7 +357,7 @@ class InputFacts:
     apart: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ProgramPlan:
     """The decisions about a host graph that need no concrete sizes.
 

@@ -511,6 +511,9 @@ class User:
     def end(self, why: str) -> None:
         self.ended = why
 
+    def tell_unit_of_others(self) -> None:
+        pass
+
 
 def test_an_arena_that_others_have_recorded_in_grows_with_room_for_the_next_size(own_arenas: ArenaPool) -> None:
     """

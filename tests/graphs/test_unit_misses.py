@@ -193,6 +193,29 @@ def test_an_output_that_somebody_has(compiled: Any, own_arenas: Any) -> None:
 
 
 @native
+def test_a_new_recording_in_the_arena_costs_the_others_nothing(compiled: Any, own_arenas: Any) -> None:
+    """
+    ::
+
+        f's bytes   |------------|
+        g's bytes   |-----|                 recorded later: f's unit has to spare its outputs, and knows them already
+    """
+    with using_runtime(SIMULATED):
+        f: Compiled = compiled(lambda x: (x.sin() @ x).cos())
+        g: Compiled = compiled(lambda x: (x.cos() @ x).sin())
+        recorded(f, lambda: torch.randn(8, 8))
+        recorded(g, lambda: torch.randn(4, 4))
+        x = torch.randn(8, 8)
+        with natively(f.program):
+            first = f(x).clone()
+        kept = g(torch.randn(4, 4))
+        before = kept.clone()
+        with missed(f.program.specializations.recordings()[0]):
+            assert_same(f(x), first)
+        assert torch.equal(kept, before)
+
+
+@native
 def test_a_recording_that_has_ended(compiled: Any) -> None:
     """Its unit lets go of everything, and misses."""
     f: Compiled = compiled(lambda x: x.sin() @ x)

@@ -254,3 +254,6 @@ class ArenaUser(Protocol):
 
     def end(self, why: str) -> None:
         """End the recording for good and drop its references. The caller holds the arena's lock."""
+
+    def tell_unit_of_others(self) -> None:
+        """Prepare it for the outputs that others have in the arena by now. The caller holds the arena's lock."""

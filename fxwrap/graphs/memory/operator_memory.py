@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,7 +65,23 @@ def kinds_of_calls(plan: ProgramPlan, symbols: Mapping[Any, int]) -> Iterator[tu
     """
     if runtime_for(plan.device).placements is None:
         return
-    settings, made = library_settings(plan.device), defaultdict[str, list[Storage]](list)
+    sizes, settings = frozenset(symbols.items()), library_settings(plan.device)
+    newest, calls = _newest_calls.get(plan, (None, ()))
+    if newest != sizes:
+        calls = tuple(_calls_that_can_be_placed(plan, symbols))
+        _newest_calls[plan] = sizes, calls
+    yield from ((node, (*described, settings)) for node, described in calls)
+
+
+# Several questions are asked about one recording: the calls of each plan at the sizes that were asked about last.
+_newest_calls = weakref.WeakKeyDictionary[ProgramPlan, tuple[Any, tuple[tuple[Node, tuple[str, str]], ...]]]()
+
+
+def _calls_that_can_be_placed(
+    plan: ProgramPlan, symbols: Mapping[Any, int]
+) -> Iterator[tuple[Node, tuple[str, str]]]:
+    """Each with its operator, and its operands as text."""
+    made = defaultdict[str, list[Storage]](list)
     for storage in plan.facts.storages:
         if storage.origin is Origin.EXTERN:
             made[storage.node].append(storage)
@@ -75,7 +92,7 @@ def kinds_of_calls(plan: ProgramPlan, symbols: Mapping[Any, int]) -> Iterator[tu
                 described = torch.fx.map_arg((node.args, node.kwargs), lambda operand: _description(operand, symbols))
             except _UnknownError:
                 continue
-            yield node, (str(node.target), repr(described), settings)
+            yield node, (str(node.target), repr(described))
 
 
 class _UnknownError(Exception):

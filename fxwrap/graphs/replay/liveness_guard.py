@@ -40,10 +40,8 @@ class LivenessGuard:
         while True:
             counts = self._counts()
             # A recording that ends changes the version before it frees its outputs.
-            versions = list(map(_version, self._footprints))
-            if versions == self._versions:
+            if not self.changed():
                 break
-            self._collect(versions)
         if counts == self._own.baseline + self._free:
             return True
         if self._own.live():
@@ -51,6 +49,14 @@ class LivenessGuard:
         others = counts[len(self._own.outputs) :]
         self._free = list(map(min, others, self._free))
         return others == self._free
+
+    def changed(self) -> bool:
+        """Whether outputs came or went since they were collected. It collects them again."""
+        versions = list(map(_version, self._footprints))
+        if versions == self._versions:
+            return False
+        self._collect(versions)
+        return True
 
     def live_of_others(self) -> list[OutputStorage]:
         """The live outputs of other recordings. Call ``all_dead`` first."""

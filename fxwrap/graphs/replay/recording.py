@@ -189,6 +189,17 @@ class Recording:
         # Last: an interrupt before it leaves nothing in the arenas; after it the finalizer retires the outputs.
         for arena, region in regions.items():
             arena.enter(self, self._watched_outputs, region.size if region is not None else 0)
+        others = [user for arena in regions for user, _ in arena.users() if user is not self]
+        for other in sorted(others, key=lambda user: -user.used)[:_TOLD_AT_ONCE]:
+            other.tell_unit_of_others()
+
+    def tell_unit_of_others(self) -> None:
+        """Have the unit know the outputs that others have in its arenas by now, whose locks the call holds.
+
+        Otherwise the next replay would go through Python, which tells it.
+        """
+        if self._liveness is not None and self._liveness.changed() and not self.superseded:
+            self._tell_unit()
 
     def acquire(self, owner: LockOwner) -> bool:
         """Lock the recording and its arenas for one call: all of them, or none.
@@ -385,6 +396,10 @@ class Recording:
 
 # A counter that stamps each use: the lowest stamp is the least recent use.
 _CLOCK = ctypes.c_int64()
+
+
+# How many recordings hear of a new one's outputs when it is made, the newest used first; others at their next use.
+_TOLD_AT_ONCE = 32
 
 
 def next_use() -> int:
