@@ -9,12 +9,14 @@ from typing import Any
 
 from torch.fx import Node
 
-from ..host_graph.nodes import checks_on, constants, output_node
+from ..host_graph.nodes import Kind, checks_on, constants, kind_of, output_node, schema_of
 from ..plan import ProgramPlan
 from ..torch_private import native_library
-from ..torch_private.functions import profiling
+from ..torch_private.functions import profiling, retains_workspaces
 from ..torch_private.native_units import CannotReplay
+from .devices.runtime import current_stream
 from .policy.eager_memory import GiveBack, can_run_again
+from .record.capture import free_workspaces_of_warm_ups
 from .record.flat import FlatBuilder
 from .replay.flat_python import Part
 from .replay.guards import Description
@@ -61,6 +63,29 @@ class EagerRuns:
             self._missed, self._unit = native.missed, unit  # in this order: another thread may call it at once
         except CannotReplay as error:
             log.info("%s: eager runs stay in Python: %s", self._name, str(error))
+
+
+def calls_that_retain_nothing(plan: ProgramPlan) -> Mapping[Node, Callable[..., Any]]:
+    """Functions for the library calls of a program that free at once the workspace which their library keeps.
+
+    Within a limit an eager run takes no more for a product's workspace than the plan does: bytes that other storages
+    have before and after it.
+    """
+    if not retains_workspaces(plan.device):
+        return {}
+
+    def retaining_nothing(node: Node) -> Callable[..., Any]:
+        function = node.meta.get("call", node.target)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            free_workspaces_of_warm_ups(current_stream(plan.device))
+            return result
+
+        return call
+
+    calls = (node for node in plan.schedule if kind_of(node) is Kind.EXTERN and schema_of(node) is not None)
+    return {node: retaining_nothing(node) for node in calls}
 
 
 def eager_function(

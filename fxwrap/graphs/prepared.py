@@ -26,7 +26,7 @@ from ..host_graph.storages import Origin
 from ..options import Options
 from ..plan import ProgramPlan
 from .devices.runtime import capture_check, freezes_addresses
-from .eager import EagerRuns, eager_function
+from .eager import EagerRuns, calls_that_retain_nothing, eager_function
 from .memory.arenas import Arena
 from .memory.budget import Budget
 from .memory.memory_provider import MemoryProvider
@@ -147,9 +147,10 @@ class Prepared:
         written, frozen = plan.facts.all_written(), freezes_addresses(plan.device)
         outputs = _tensor_outputs(plan)
         give_back = GiveBack(plan.device, context.counters, capture_check(plan.device)) if frozen else None
+        calls = calls_that_retain_nothing(plan) if budget.nbytes else {}
         return cls(
             plan,
-            EagerRuns(name, eager_function(plan, name, give_back), len(plan.placeholders)),
+            EagerRuns(name, eager_function(plan, name, give_back, calls), len(plan.placeholders)),
             give_back,
             outputs,
             frozenset(index for p, index in outputs if options.copy_outputs and p not in plan.inputs.saved),

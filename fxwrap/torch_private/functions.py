@@ -206,6 +206,11 @@ def free_workspaces(stream: Any) -> None:
         free(stream.cuda_stream)
 
 
+def retains_workspaces(device: torch.device) -> bool:
+    """Whether libraries on a device keep a workspace between calls that ``free_workspaces`` frees."""
+    return device.type == "cuda" and _free_cublas_workspaces() is not None
+
+
 def library_settings(device: torch.device) -> tuple[Any, ...]:
     """The settings by which an operator on a device chooses its kernel, and with it what it allocates."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda

@@ -20,6 +20,7 @@ import pytest
 import torch
 from conftest import Compiled, on_gpu
 
+from fxwrap.errors import MemoryLimitError
 from fxwrap.graphs.devices.runtime import runtime_for
 from fxwrap.graphs.record.capture import free_workspaces_of_warm_ups
 from fxwrap.torch_private import functions as torch_runtime
@@ -128,3 +129,37 @@ def test_a_program_keeps_one_workspace_for_all_threads(compiled: Any) -> None:
         assert torch.cuda.memory_allocated() - allocated < held * workspace
         assert torch.cuda.memory_reserved() - reserved < 2 * workspace
         assert f.replays() == [3, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch_runtime.frees_workspaces(), reason="this torch frees all workspaces or none")
+def test_a_warm_up_within_a_limit_keeps_no_workspace_beside_what_comes_later(compiled: Any) -> None:
+    """
+    ::
+
+        plan        |workspace|large   |        a limit counts them at one place
+        warm-up     |workspace.........|        what cuBLAS keeps would lie beside them
+                              |large   |
+    """
+    with on_gpu() as device, torch.no_grad():
+        x = torch.randn(64, 64, device=device)
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            row = (x @ x).sum(0)
+            return row.repeat(1 << 16).cumsum(0).sin().sum()
+
+        torch._C._cuda_clearCublasWorkspaces()
+        program(x)  # what cuBLAS and others take once in a process
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with pytest.raises(MemoryLimitError) as caught:
+            compiled(program, options={"memory_limit": 1})(x)
+        limit = caught.value.least
+        assert limit < (16 * MIB) + torch._C._cuda_getCublasWorkspaceSize()
+        f: Compiled = compiled(program, options={"memory_limit": limit})
+        torch.cuda.reset_peak_memory_stats()
+        f(x)
+        torch.cuda.synchronize()
+        assert torch.cuda.max_memory_allocated() - before <= limit
