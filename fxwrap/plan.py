@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from .host_graph.nodes import by_name
-from .host_graph.storages import StorageFacts
+from .host_graph.nodes import by_name, output_values
+from .host_graph.storages import Origin, StorageFacts
 from .host_graph.user_code import shown_name
 from .limit import Repeated
 from .packing import Placement, Reserved, joined
@@ -412,6 +412,27 @@ class ProgramPlan:
     def placeholders(self) -> tuple[Node, ...]:
         """The inputs, in order."""
         return tuple(node for node in self.graph.graph.nodes if node.op == "placeholder")
+
+    @functools.cached_property
+    def numbers_returned(self) -> frozenset[int]:
+        """Storages of one element that the caller gets, such as a loss. Where addresses are frozen, each has a block
+        of its own, of the device's allocator.
+
+        Callers keep numbers for longer than a call. In an arena, one that is kept would keep the whole arena, and the
+        next recording would be planned around it. An allocator's smallest block is as large as its place there.
+        """
+        saved = (value for position, value in enumerate(output_values(self.graph)) if position in self.inputs.saved)
+        for_backward = self.facts.behind(value for value in saved if isinstance(value, Node))
+        allocations = (
+            (index, self.maker(index))
+            for index in self.facts.handed_out - for_backward
+            if self.facts.storages[index].origin is Origin.ALLOCATION
+        )
+        return frozenset(
+            index
+            for index, node in allocations
+            if node.kwargs["device"] == self.device and all(extent == 1 for extent in node.args[0])  # type: ignore
+        )
 
     @functools.cached_property
     def lifetimes(self) -> Lifetimes:

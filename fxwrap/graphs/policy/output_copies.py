@@ -32,23 +32,27 @@ class OutputCopies:
     copies_all: bool = False
     warm_outputs: list[tuple[int, StorageWeakRef]] = field(default_factory=list)
 
-    def note_live(self, outputs: Collection[int], small: Iterable[int]) -> bool:
+    def note_live(self, outputs: Collection[int], small: Iterable[int], numbers: frozenset[int]) -> bool:
         """Note that outputs were live when their memory was needed.
 
         An output that is found live twice is copied from then on, together with all small ones; the next time this
-        happens, all outputs are. So few recordings have to be replaced.
+        happens, all outputs are. So few recordings have to be replaced. Numbers are copied once one was found live.
 
         Args:
             small: outputs of at most ``SMALL`` bytes.
+            numbers: outputs of one element.
 
         Returns:
             Whether more outputs are copied from now on.
         """
         self.live.update(outputs)
+        if numbers.intersection(outputs) - self.copied:
+            self.copied |= numbers
+            return True
         twice = frozenset(index for index in outputs if self.live[index] > 1) - self.copied
         if not twice:
             return False
-        self.copies_all = bool(self.copied)
+        self.copies_all = bool(self.copied - numbers)
         self.copied |= twice.union(small)
         return True
 

@@ -218,9 +218,12 @@ class Specialization:
 
         Returns whether more outputs are copied from now on; recordings that do not copy them are replaced.
         """
-        watched = (output for recording in self.recordings for output in recording.watched_outputs)
-        small = frozenset[int]().union(*(output.indices for output in watched if output.storage.nbytes() <= SMALL))
-        if not self.output_copies.note_live(outputs, small):
+        small, numbers = frozenset[int](), frozenset[int]()
+        for recording in self.recordings:
+            numbers |= recording.plan.numbers_returned
+            for output in recording.watched_outputs:
+                small |= output.indices if output.storage.nbytes() <= SMALL else frozenset()
+        if not self.output_copies.note_live(outputs, small, numbers):
             return False
         for recording in self.recordings:
             if not recording.request.copied >= self.output_copies.copied:

@@ -135,7 +135,7 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
         )
     unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
     if memory is not None and sized.frozen:
-        return memory.size + max(most_alive(unplanned), in_pool) + requirements.copies
+        return memory.size + max(most_alive(unplanned), in_pool) + requirements.own
     planned = (buffer for items in requirements.planned.values() for _, buffer in items)
     return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
 
@@ -234,13 +234,13 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     """
     first, *others = programs
     requirements = [Requirements.of(one) for one in (first, *(_with_moved_inputs(other, first) for other in others))]
-    timeline, copies = _Timeline.of(requirements, saved_as), sum(part.copies for part in requirements)
+    timeline, own = _Timeline.of(requirements, saved_as), sum(part.own for part in requirements)
     predictions = []
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
         planned = timeline.planned.get(device, [])
-        own_copies = copies if device == programs[0].plan.device else 0
-        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("copies", own_copies, 0, timeline.end)]
+        own_bytes = own if device == programs[0].plan.device else 0
+        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("own", own_bytes, 0, timeline.end)]
         predictions.append(
             Prediction(
                 device,

@@ -30,6 +30,9 @@ from ..analysis.aliasing import looks_at_storage
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
 
+# Bytes; an allocator's smallest block.
+_BLOCK = 512
+
 
 @dataclass(frozen=True)
 class Requirements:
@@ -54,7 +57,8 @@ class Requirements:
             region; none where addresses are frozen.
         unshared: those of them that need a region of their own (``_must_not_share`` has the reasons).
         donated: inputs that are freed after their last use.
-        copies: bytes of static buffers outside of arenas, for results of eager work that device graphs read.
+        own: bytes of a recording's own memory, outside of arenas: static buffers for results of eager work that device
+            graphs read, and numbers that the caller gets (``ProgramPlan.numbers_returned``).
         end: the end of live ranges that outlast the call; the step ``end - 1`` is the time after the last node.
     """
 
@@ -71,7 +75,7 @@ class Requirements:
     region_storages: Mapping[int, Buffer]
     unshared: frozenset[int]
     donated: Sequence[Buffer]
-    copies: int
+    own: int
     end: int
 
     @property
@@ -110,7 +114,8 @@ class Requirements:
         outputs = frozenset(
             i for i in facts.handed_out if i in results or facts.storages[i].origin is Origin.ALLOCATION
         )
-        sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, end)
+        numbers = program.numbers_returned if sized.frozen else frozenset[int]()
+        sizes, buffers = _planned_buffers(sized, results, copied_back, outputs, numbers, end)
         placed = {index for on_device in buffers.values() for index, _ in on_device}
         results_at, known = _sizes_of_results(program, symbols), _workspace_at(program, symbols)
         known.update((step, 0) for step, node in enumerate(program.schedule) if node.name in sized.operators)
@@ -131,7 +136,7 @@ class Requirements:
             region_storages=region_storages,
             unshared=_must_not_share(program) & region_storages.keys() if region_storages else frozenset(),
             donated=_donated(sized, end),
-            copies=_copies(program, placed, results_at) if sized.frozen else 0,
+            own=_copies(program, placed, results_at) + len(numbers) * _BLOCK if sized.frozen else 0,
             end=end,
         )
 
@@ -156,12 +161,14 @@ def _planned_buffers(
     results: Mapping[int, int],
     copied_back: frozenset[str],
     outputs: frozenset[int],
+    apart: frozenset[int],
     end: int,
 ) -> tuple[dict[int, int], dict[torch.device, list[tuple[int, Buffer]]]]:
     """The sizes of all allocations of known size, and the storages that the plan places, by device.
 
     Args:
         results: bytes of results of operators that the plan places, by storage.
+        apart: storages that have memory of their own.
     """
     program, lifetimes = sized.plan, sized.plan.lifetimes
     sizes: dict[int, int] = {}
@@ -178,7 +185,7 @@ def _planned_buffers(
             kwargs: Mapping[str, Any] = node.kwargs
             sizes[index] = storage_bytes(layout[0], layout[1], kwargs["dtype"])
             device = kwargs["device"]
-            is_used = index in lifetimes or index in outputs
+            is_used = index not in apart and (index in lifetimes or index in outputs)
             if kwargs.get("pin_memory") or device.type == "meta" or not is_used:
                 continue
         elif storage.node in sized.input_buffers:
