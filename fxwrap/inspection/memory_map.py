@@ -205,6 +205,8 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[tuple[StorageDat
             add(buffer.name, index, device, buffer, use, addresses[buffer.name], region)
         height = max((addresses[b.name] + b.size for _, b in planned), default=0)
         others = [(number, buffer) for number, buffer in requirements.unplanned.get(device, ()) if buffer.size]
+        operators += most_alive(buffer for _, buffer in others)
+        others += _numbers(sized, requirements) if device == program.device else []
         above = plan_memory([buffer for _, buffer in others])
         copied = {index for index, _ in buffers}  # to planned memory, which has the result's use
         for number, buffer in others:
@@ -213,8 +215,14 @@ def _storages(sized: SizedProgram, memory: MemoryPlan) -> tuple[tuple[StorageDat
             else:
                 use = _RESULT if number in copied else _use(program, number, requirements, saved)
             add(buffer.name, number, device, buffer, use, height + above.offsets[buffer.name], None)
-        operators += above.lower_bound
     return tuple(rectangles), operators
+
+
+def _numbers(sized: SizedProgram, requirements: Requirements) -> list[tuple[int | None, Buffer]]:
+    """The numbers that the caller gets, which have blocks of their own."""
+    numbers = sorted(sized.plan.numbers_returned) if sized.frozen else []
+    named = ((index, sized.plan.facts.storages[index].name) for index in numbers)
+    return [(index, Buffer(name, requirements.sizes[index], 0, requirements.end)) for index, name in named]
 
 
 _COPIED, _WORKSPACE, _RESULT = "copy of an input", "workspace", "result of an operator"

@@ -500,6 +500,38 @@ def test_what_a_cut_has_moved_out_of_the_arena_takes_no_bytes_there(
     assert at_first == arena_of_steps()
 
 
+def test_a_loss_that_is_kept_now_and_then_does_not_keep_the_arena(
+    compiled: Any, device: torch.device, own_arenas: ArenaPool
+) -> None:
+    """
+    ::
+
+        calls    1  2  3  4  5  6  7  8        the arena stays as large as it was; the recording that has handed out
+        kept              *     *     *        the first kept loss is replaced at once, by one that copies it
+    """
+    if not freezes(device):
+        pytest.skip("there are no arenas")
+    model = _model().to(device)
+    f: Compiled = compiled(lambda x: model(x).square().mean())
+    x = torch.randn(32, 16, device=device)
+    expected = [model(x).square().mean().detach()] * 3
+    kept, sizes = list[torch.Tensor](), list[int]()
+    for call in range(1, 11):
+        loss = f(x)
+        loss.backward()
+        model.zero_grad()
+        if call in (4, 6, 8):
+            kept.append(loss.detach())
+        del loss
+        sizes.append(own_arenas.kept(device))
+    torch.testing.assert_close(kept, expected, rtol=1e-4, atol=1e-5)
+    assert not any(own_arenas.owns(loss.data_ptr()) for loss in kept)
+    assert max(sizes) <= 1.05 * sizes[2] and len(own_arenas.alive(device)) == 1
+    forward = f.programs[0].counters
+    assert forward.recordings["live outputs are copied from now on"] <= 2
+    assert not forward.eager["an output of an earlier call is live"] and forward.replays >= 5
+
+
 @dataclass
 class User:
     """Something recorded."""

@@ -209,7 +209,8 @@ class Prediction:
     Attributes:
         arena: the arena, which exists all the time.
         operators: the peak of results that operators allocate, and of their workspace if that is known.
-        outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``.
+        outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``, and what
+            recordings have of their own.
         outputs: the part of all this that the caller still has after the call.
     """
 
@@ -240,12 +241,13 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     for device in {**timeline.planned, **timeline.unplanned}:
         planned = timeline.planned.get(device, [])
         own_bytes = own if device == programs[0].plan.device else 0
-        unplanned = [*_renamed(timeline.unplanned.get(device, ())), Buffer("own", own_bytes, 0, timeline.end)]
+        of_operators = _renamed(timeline.unplanned.get(device, ()))
+        unplanned = [*of_operators, Buffer("own", own_bytes, 0, timeline.end)]
         predictions.append(
             Prediction(
                 device,
                 arena=_plan_together(planned, device, programs).size if frozen else 0,
-                operators=most_alive(unplanned),
+                operators=most_alive(of_operators),
                 outside=most_alive(unplanned if frozen else [*(b for _, b in planned), *unplanned]),
                 outputs=timeline.outputs.get(device, 0),
             )

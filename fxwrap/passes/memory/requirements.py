@@ -57,8 +57,8 @@ class Requirements:
             region; none where addresses are frozen.
         unshared: those of them that need a region of their own (``_must_not_share`` has the reasons).
         donated: inputs that are freed after their last use.
-        own: bytes of a recording's own memory, outside of arenas: static buffers for results of eager work that device
-            graphs read, and numbers that the caller gets (``ProgramPlan.numbers_returned``).
+        own: bytes of a recording's own memory, outside of arenas: static buffers for results of eager work that
+            device graphs read, and numbers that the caller gets (``ProgramPlan.numbers_returned``).
         end: the end of live ranges that outlast the call; the step ``end - 1`` is the time after the last node.
     """
 
