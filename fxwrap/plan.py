@@ -21,10 +21,9 @@ from .host_graph.storages import Origin, StorageFacts
 from .host_graph.user_code import shown_name
 from .limit import Repeated
 from .packing import Placement, Reserved, joined
+from .packing.allocators import BLOCK
 from .packing.lifetimes import Lifetimes
 
-# Bytes; that of the blocks of accelerators' allocators. Libraries choose their kernels by it.
-_BLOCK_ALIGNMENT = 512
 # A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
 _NOT_STORED = {"stored": False}
 
@@ -240,7 +239,7 @@ class OperatorMemory:
         offsets, end = dict[int, int](), 0
         for block, nbytes in enumerate(self.blocks):
             if block not in self.results:
-                offsets[block], end = end, end + -(-nbytes // _BLOCK_ALIGNMENT) * _BLOCK_ALIGNMENT
+                offsets[block], end = end, end + -(-nbytes // BLOCK) * BLOCK
         return offsets
 
     @property
@@ -497,7 +496,7 @@ class SizedProgram:
     def first_offset(self, device: torch.device) -> int:
         """The lowest offset of a device's arena at which something lies, in bytes. An allocator finds its blocks by
         their addresses: where operators allocate in the arena, none may do so at the address of the arena's block."""
-        return _BLOCK_ALIGNMENT if self.operators and device == self.plan.device else 0
+        return BLOCK if self.operators and device == self.plan.device else 0
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

@@ -26,14 +26,11 @@ from ...graphs.policy.specialization import Specialization
 from ...graphs.program import WARM_UPS, Program
 from ...graphs.program_runs import calls_run_by, programs_run_by
 from ...graphs.replay.recording import Recording
+from ...packing.allocators import PAGE, rounded, taken
 from ...plan import Verdict
 from ...torch_private.functions import free_workspaces
 from ..checked.through import through_capture
 from .bill import Bill, DeviceBill, RecordingBill
-
-# Bytes (c10/core/AllocatorConfig.h): what allocators round up to; from what size on an allocation has a segment of
-# its own, what that is rounded up to, and how large a rest must be to become another block.
-_BLOCK, _LARGE, _PAGE, _REST = 512, 10 << 20, 2 << 20, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -236,22 +233,12 @@ class Rehearsal:
             sum(map(_bytes_of, arenas)),
             sum(segment["total_size"] for segment in segments),
             sum(workspaces.get(pool, 0) for pool in pools),
-            sum(_taken(storage.nbytes()) for storage in outside),
+            sum(taken(storage.nbytes()) for storage in outside),
             temporaries_known=all(pool.memory_pool is not None for pool in pools),
         )
 
 
 def _bytes_of(arena: Arena) -> int:
     if arena.memory is not None:
-        return _rounded(arena.nbytes, _PAGE)
-    return _taken(arena.block.nbytes() if arena.block is not None else arena.nbytes)
-
-
-def _taken(nbytes: int) -> int:
-    """The bytes that an allocation takes from new segments. A rest that is too small for others belongs to it."""
-    segment, block = _rounded(nbytes, _PAGE), _rounded(nbytes, _BLOCK)
-    return segment if nbytes >= _LARGE and segment - block <= _REST else block
-
-
-def _rounded(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit
+        return rounded(arena.nbytes, PAGE)
+    return taken(arena.block.nbytes() if arena.block is not None else arena.nbytes)

@@ -68,13 +68,14 @@ def kinds_of_calls(plan: ProgramPlan, symbols: Mapping[Any, int]) -> Iterator[tu
     sizes, settings = frozenset(symbols.items()), library_settings(plan.device)
     newest, calls = _newest_calls.get(plan, (None, ()))
     if newest != sizes:
-        calls = tuple(_calls_that_can_be_placed(plan, symbols))
+        calls = tuple((node.name, described) for node, described in _calls_that_can_be_placed(plan, symbols))
         _newest_calls[plan] = sizes, calls
-    yield from ((node, (*described, settings)) for node, described in calls)
+    yield from ((plan.nodes[name], (*described, settings)) for name, described in calls)
 
 
-# Several questions are asked about one recording: the calls of each plan at the sizes that were asked about last.
-_newest_calls = weakref.WeakKeyDictionary[ProgramPlan, tuple[Any, tuple[tuple[Node, tuple[str, str]], ...]]]()
+# Several questions are asked about one recording: the calls of each plan at the sizes that were asked about last. By
+# name: a node leads to its graph, and that to whatever has the plan.
+_newest_calls = weakref.WeakKeyDictionary[ProgramPlan, tuple[Any, tuple[tuple[str, tuple[str, str]], ...]]]()
 
 
 def _calls_that_can_be_placed(

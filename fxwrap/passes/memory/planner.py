@@ -17,6 +17,7 @@ from ...errors import PlanError
 from ...host_graph.nodes import operator_name
 from ...host_graph.storages import Origin
 from ...packing import Buffer, Placement, Reserved, plan_memory
+from ...packing.allocators import BLOCK, taken_on
 from ...packing.reserved import lay_out_arena, most_alive
 from ...packing.shared_regions import share_regions
 from ...plan import (
@@ -35,7 +36,7 @@ from .requirements import Requirements, node_with
 
 _CPU = torch.device("cpu")
 # Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
-_ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, 512
+_ALIGNMENT, _ACCELERATOR_ALIGNMENT = 64, BLOCK
 
 
 def plan_program(
@@ -135,7 +136,8 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
         )
     unplanned = [buffer for items in requirements.unplanned.values() for _, buffer in items]
     if memory is not None and sized.frozen:
-        return memory.size + max(most_alive(unplanned), in_pool) + requirements.own
+        arenas = sum(taken_on(device.type, arena.size) for device, arena in memory.arenas.items())
+        return arenas + max(most_alive(unplanned), in_pool) + requirements.own
     planned = (buffer for items in requirements.planned.values() for _, buffer in items)
     return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
 
@@ -207,7 +209,7 @@ class Prediction:
     Workspace of operators counts only if it was measured; a driver's own memory for a graph does not count.
 
     Attributes:
-        arena: the arena, which exists all the time.
+        arena: the arena, which exists all the time, with what its allocator takes for it.
         operators: the peak of results that operators allocate, and of their workspace if that is known.
         outside: the peak of all memory outside of the arena: regions, per-call allocations, ``operators``, and what
             recordings have of their own.
@@ -246,7 +248,7 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
         predictions.append(
             Prediction(
                 device,
-                arena=_plan_together(planned, device, programs).size if frozen else 0,
+                arena=taken_on(device.type, _plan_together(planned, device, programs).size) if frozen else 0,
                 operators=most_alive(of_operators),
                 outside=most_alive(unplanned if frozen else [*(b for _, b in planned), *unplanned]),
                 outputs=timeline.outputs.get(device, 0),

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from ...host_graph.nodes import Kind, kind_of
 from ...host_graph.stand_ins import StandIn
 from ...host_graph.storages import StorageFacts
-from ...host_graph.tensors import has_address, tensor_over
+from ...host_graph.tensors import has_address
 from .timeline import Run
 
 # A node of the graph before, and versions of storages.
@@ -122,8 +122,10 @@ def _value_again(value: Any, operands: Mapping[Node, Node]) -> Any:
         if isinstance(tensor, StandIn):  # of a graph that was loaded from a cache
             return tensor.in_storage(lies_in[key].untyped_storage() if key in lies_in else None)
         if key in lies_in:
-            offset: Any = tensor.storage_offset() * tensor.itemsize
-            return tensor_over(lies_in[key].untyped_storage(), tensor.size(), tensor.stride(), tensor.dtype, offset)
+            # Of the value's own device: a fake storage says that it is on "meta".
+            empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+            storage = lies_in[key].untyped_storage()
+            return empty.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     tensors = [one for one in torch.utils._pytree.tree_leaves(value) if _storage_of(one) is not None]

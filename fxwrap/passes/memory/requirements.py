@@ -24,14 +24,12 @@ from ...host_graph.nodes import (
 from ...host_graph.sizes import concrete, hinted_layout, layout_at, storage_bytes, symbols_at
 from ...host_graph.storages import Origin, StorageFacts
 from ...packing import Buffer
+from ...packing.allocators import BLOCK
 from ...packing.lifetimes import Lifetimes
 from ...plan import ProgramPlan, SizedProgram
 from ..analysis.aliasing import looks_at_storage
 from .operator_results import placeable_results
 from .workspace import needs_no_workspace, same_layouts
-
-# Bytes; an allocator's smallest block.
-_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ class Requirements:
             region_storages=region_storages,
             unshared=_must_not_share(program) & region_storages.keys() if region_storages else frozenset(),
             donated=_donated(sized, end),
-            own=_copies(program, placed, results_at) + len(numbers) * _BLOCK if sized.frozen else 0,
+            own=_copies(program, placed, results_at) + len(numbers) * BLOCK if sized.frozen else 0,
             end=end,
         )
 

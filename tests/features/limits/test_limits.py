@@ -43,7 +43,10 @@ def test_another_limit_compiles_nothing_and_changes_no_bit() -> None:
     for limit in (picture.least, None):
         fxwrap.limit_memory(step, limit)
         got += [step(X) for _ in range(3)]
-        assert bool(graph.program.plan.repeated) == (limit is not None)
+        plan = graph.program.plan
+        assert bool(plan.repeated) == (limit is not None)
+        values = (node.meta.get("val") for node in plan.graph.graph.nodes)
+        assert {value.device.type for value in values if isinstance(value, torch.Tensor)} == {"cpu"}, "repeated, too"
     assert all(map(torch.equal, got, expected))
     assert fxwrap.stats(step)["programs"] == 1 and fxwrap.stats(step)["recordings"] == {"first": 3}
 
