@@ -493,11 +493,6 @@ class SizedProgram:
     workspace: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, OperatorMemory] = field(default_factory=dict)
 
-    def first_offset(self, device: torch.device) -> int:
-        """The lowest offset of a device's arena at which something lies, in bytes. An allocator finds its blocks by
-        their addresses: where operators allocate in the arena, none may do so at the address of the arena's block."""
-        return BLOCK if self.operators and device == self.plan.device else 0
-
 
 # The intervals of each device's arena that live outputs of other recordings occupy.
 Reservations = Mapping[torch.device, Sequence[Reserved]]

@@ -47,4 +47,5 @@ def plan_memory(
         size = max(size, part.base + height(part, inside))
         for i, offset in zip(part.members, inside, strict=True):
             offsets[i] = part.base + offset
-    return Placement({item.name: offset for item, offset in zip(items, offsets, strict=True)}, size, bound)
+    placement = Placement({item.name: offset for item, offset in zip(items, offsets, strict=True)}, size, bound)
+    return placement.allowed(items, alignment)

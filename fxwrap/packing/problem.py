@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -16,12 +16,17 @@ _PEELS = 8
 
 @dataclass(frozen=True)
 class Buffer:
-    """A buffer to place: ``size`` bytes, live in steps ``[begin, end)`` (begin inclusive, end exclusive)."""
+    """A buffer to place: ``size`` bytes, live in steps ``[begin, end)`` (begin inclusive, end exclusive).
+
+    Attributes:
+        first: the lowest offset that it may have, in bytes; a multiple of the alignment.
+    """
 
     name: str
     size: int
     begin: int
     end: int
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,12 +71,17 @@ class Placement:
     size: int
     lower_bound: int
 
-    def moved_up(self, nbytes: int) -> Placement:
-        """The same, so many bytes higher. An arena without bytes stays so."""
-        if not self.size:
+    def allowed(self, buffers: Sequence[Buffer], alignment: int) -> Placement:
+        """The same, or turned upside down, or moved up, so that no buffer lies below its first offset."""
+        sized = [buffer for buffer in buffers if buffer.size]
+        if all(self.offsets[buffer.name] >= buffer.first for buffer in sized):
             return self
-        offsets = {name: offset + nbytes for name, offset in self.offsets.items()}
-        return Placement(offsets, self.size + nbytes, self.lower_bound + nbytes)
+        turned = {b.name: self.size - self.offsets[b.name] - -(-b.size // alignment) * alignment for b in buffers}
+        if all(turned[buffer.name] >= buffer.first for buffer in sized):
+            return replace(self, offsets=turned)
+        up = max(buffer.first for buffer in sized)
+        higher = {name: offset + up for name, offset in self.offsets.items()}
+        return Placement(higher, self.size + up, self.lower_bound)
 
     @property
     def proven(self) -> bool:

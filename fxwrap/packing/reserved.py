@@ -29,7 +29,6 @@ def lay_out_arena(
     alignment: int,
     hint: Placement | None = None,
     previous: Mapping[str, int] = MappingProxyType({}),
-    first: int = 0,
 ) -> Placement:
     """Place buffers in an arena around reserved bytes, outputs at one end; live ones do not overlap.
 
@@ -47,13 +46,12 @@ def lay_out_arena(
         alignment: bytes; every offset is a multiple.
         hint: offsets that are followed where no reserved bytes are in the way, if that hardly enlarges the arena.
         previous: offsets in a plan for other sizes, by name, in bytes.
-        first: the lowest offset that a buffer may have; a multiple of the alignment.
 
     Returns:
         Offsets in bytes. The size and the lower bound count reserved bytes, too. Where the hint is followed, the
         lower bound is the hint's, and the size is at least the hint's.
     """
-    problem = _Problem.of(buffers, reserved, alignment, first)
+    problem = _Problem.of(buffers, reserved, alignment)
     placements = list[Placement]()
     if hint is not None:
         offsets = problem.offsets_from(hint.offsets)
@@ -63,7 +61,7 @@ def lay_out_arena(
     if reserved:
         placements.append(problem.placement(problem.between_ends(outputs)))
     else:
-        placements.append(plan_memory(buffers, alignment, previous=previous).moved_up(first))
+        placements.append(plan_memory(buffers, alignment, previous=previous))
     return min(placements, key=lambda placement: placement.size)
 
 
@@ -88,16 +86,13 @@ class _Problem:
     bound: int
 
     @classmethod
-    def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int, first: int) -> _Problem:
+    def of(cls, items: Sequence[Buffer], reserved: Sequence[Reserved], alignment: int) -> _Problem:
         sizes = [-(-item.size // alignment) * alignment for item in items]
         last = max((item.end for item in items), default=1)
-        # What lies below the first offset is taken, by whatever it is. Buffers without bytes may lie there.
-        first = first if any(sizes) else 0
-        spans = [Reserved(0, first), *(replace(r, low=max(r.low, first)) for r in reserved if r.high > first)]
-        ends = (r.end if r.end < FOREVER else last for r in spans)
-        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(spans, ends, strict=True)]
+        ends = (r.end if r.end < FOREVER else last for r in reserved)
+        intervals = [Buffer("", r.high - r.low, r.begin, end) for r, end in zip(reserved, ends, strict=True)]
         intervals += [replace(item, size=size) for item, size in zip(items, sizes, strict=True)]
-        taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in spans if r.high]
+        taken = [(r.low, -(-r.high // alignment) * alignment, r.begin, r.end) for r in reserved]
         return cls(items, sizes, reserved, taken, alignment, most_alive(intervals))
 
     def offsets_from(self, hint: Mapping[str, int]) -> list[int]:
@@ -107,7 +102,9 @@ class _Problem:
         disjoint = all([_take(live, low, high - low, 0, end) for low, high, _, end in self.taken])
         for i in sorted(range(len(self.items)), key=lambda i: self.items[i].begin) if disjoint else ():
             item, size = self.items[i], self.sizes[i]
-            if item.name in hint and (not size or _take(live, hint[item.name], size, item.begin, item.end)):
+            if item.name not in hint or (size and hint[item.name] < item.first):
+                continue
+            if not size or _take(live, hint[item.name], size, item.begin, item.end):
                 followed[i] = hint[item.name]
         rest = (i for i in range(len(self.items)) if i not in followed)
         return self._fit(sorted(rest, key=lambda i: (-self.sizes[i], self.items[i].begin)), fixed=followed)
@@ -168,6 +165,8 @@ class _Problem:
         for i in order:
             first, last, size = self.items[i].begin, self.items[i].end, self.sizes[i]
             spans = [(low, high) for low, high, begin, end in taken if begin < last and first < end]
+            if self.items[i].first and size:
+                spans.append((0, self.items[i].first))
             put(i, _highest_gap(spans, size, top) if i in high else lowest_gap(spans, size))
         return offsets
 

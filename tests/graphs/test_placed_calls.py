@@ -103,6 +103,7 @@ def _events_of_training(compiled: Any, gpu: torch.device) -> list[str]:
     f: Compiled = compiled(lambda x: model(x).pow(2).mean())
     (expected,) = torch.autograd.grad(model(x).pow(2).mean(), x)
     for _ in range(4):
+        gc.collect()  # what compiling and failed captures leave may hold the gradient of the call before
         assert torch.allclose(torch.autograd.grad(f(x), x)[0], expected, atol=1e-5)
     assert all(f.replays())
     return [event for one in f.programs for event in one.counters.events if "outside of the plan" in event]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,23 @@ def test_nothing_takes_what_is_reserved() -> None:
     assert lay_out_arena([], (), [Reserved(ROW, 100, 0, 3)], ROW) == Placement({}, 100, 36)
 
 
+def test_what_must_not_lie_at_the_begin_is_turned_or_moved_away_from_there() -> None:
+    """Buffers in upper case may not lie at the begin.
+
+    ::
+
+        192 |               192 |               192 | B .
+        128 | b .           128 | A A           128 | A A
+         64 | a a            64 | A A            64 | A A
+          0 | a a             0 | b .             0 |
+    """
+    a, b = Buffer("a", 2 * ROW, 0, 2), Buffer("b", ROW, 0, 1)
+    assert rows(plan_memory([a, b], ROW)) == {"a": 0, "b": 2}
+    assert rows(plan_memory([replace(a, first=ROW), b], ROW)) == {"a": 1, "b": 0}
+    both = plan_memory([replace(a, first=ROW), replace(b, first=ROW)], ROW)
+    assert rows(both) == {"a": 1, "b": 3} and both.size == both.lower_bound + ROW == 4 * ROW
+
+
 # -- promises -----------------------------------------------------------------------------------------------
 
 
@@ -225,14 +243,13 @@ def test_layouts_keep_their_promises(count: int) -> None:
         if not fixed:
             assert placement.size <= plan_memory(buffers, ROW).size
             proven += placement.proven
-        # With a lowest offset, by a hint and without.
-        higher = lay_out_arena(buffers, outputs, fixed, ROW, first=2 * ROW)
-        hinted = lay_out_arena(buffers, outputs, fixed, ROW, hint=placement, first=2 * ROW)
-        for found in (higher, hinted):
-            check(buffers, fixed, found, ROW)
-            assert all(found.offsets[b.name] >= 2 * ROW for b in buffers if b.size), f"seed {seed}"
-        if not fixed and placement.size:
-            assert higher == placement.moved_up(2 * ROW)
+        # Some with a lowest offset, by a hint and without.
+        some = [replace(b, first=2 * ROW if draw.random() < 0.5 else 0) for b in buffers]
+        for hint in (None, placement):
+            found = lay_out_arena(some, outputs, fixed, ROW, hint=hint)
+            check(some, fixed, found, ROW)
+            assert all(found.offsets[b.name] >= b.first for b in some if b.size), f"seed {seed}"
+            assert fixed or hint or found.size <= placement.size + 2 * ROW
     assert proven >= count // 3
 
 

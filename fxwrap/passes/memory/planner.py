@@ -55,25 +55,24 @@ def plan_program(
     Raises:
         PlanError: a communication is in flight when the program begins or ends.
     """
+    requirements = Requirements.of(sized)
     if sized.frozen:
-        return _plan_arenas(sized, reserved, hint, previous)
-    return _plan_calls(Requirements.of(sized))
+        return _plan_arenas(requirements, reserved, hint, previous)
+    return _plan_calls(requirements)
 
 
 def _plan_arenas(
-    sized: SizedProgram,
+    requirements: Requirements,
     reservations: Reservations,
     hint: PlacementHint | None,
     previous: MemoryPlan | None,
 ) -> MemoryPlan:
     """A plan with one arena per device, which exists between calls, too."""
-    requirements = Requirements.of(sized)
     regions, offsets, workspaces = list[Region](), list[Mapping[int, int]](), dict[str, Workspace]()
     for device, items in requirements.planned.items():
         alignment, taken = _alignment(device), reservations.get(device, ())
         reserved = tuple(replace(interval, end=requirements.end_of(interval.nodes)) for interval in taken)
-        followed, lowest = (hint or {}).get(device), sized.first_offset(device)
-        placement = _lay_out(requirements, device, reserved, followed, previous, lowest)
+        placement = _lay_out(requirements, device, reserved, (hint or {}).get(device), previous)
         separate = sum(-(-buffer.size // alignment) * alignment for _, buffer in items)
         bounds = placement.size, alignment, True, placement.lower_bound, separate, reserved
         regions.append(Region(device, 0, requirements.end, *bounds))
@@ -194,7 +193,7 @@ def plan_pair(
     timeline = _Timeline.of([Requirements.of(first), Requirements.of(_with_moved_inputs(second, first))], saved_as)
     hints: tuple[dict[torch.device, Placement], ...] = ({}, {})
     for device, items in timeline.planned.items():
-        placement = _plan_together(items, device, [first, second])
+        placement = plan_memory(_renamed(items), _alignment(device))
         for number, hint in enumerate(hints):
             placed = zip(items, placement.offsets.values(), strict=True)
             offsets = {buffer.name: offset for (program, buffer), offset in placed if program == number}
@@ -248,7 +247,7 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
         predictions.append(
             Prediction(
                 device,
-                arena=taken_on(device.type, _plan_together(planned, device, programs).size) if frozen else 0,
+                arena=taken_on(device.type, plan_memory(_renamed(planned), _alignment(device)).size) if frozen else 0,
                 operators=most_alive(of_operators),
                 outside=most_alive(unplanned if frozen else [*(b for _, b in planned), *unplanned]),
                 outputs=timeline.outputs.get(device, 0),
@@ -268,11 +267,6 @@ def _with_moved_inputs(backward: SizedProgram, forward: SizedProgram) -> SizedPr
 
 # Buffers, each with the number of its program.
 _Numbered = list[tuple[int, Buffer]]
-
-
-def _plan_together(items: _Numbered, device: torch.device, programs: Sequence[SizedProgram]) -> Placement:
-    lowest = max(program.first_offset(device) for program in programs)
-    return plan_memory(_renamed(items), _alignment(device)).moved_up(lowest)
 
 
 def _renamed(items: Iterable[tuple[int, Buffer]]) -> list[Buffer]:
@@ -310,7 +304,7 @@ class _Timeline:
                         # An operator's own result that was copied to planned memory ends before: it is freed at once.
                         if after is not None and end == part.end and index in part.handed_out:
                             end = part.end + after.end_of(saved_as.get(index, ()))
-                        collected[device].append((number, Buffer(b.name, b.size, begin + b.begin, begin + end)))
+                        collected[device].append((number, replace(b, begin=begin + b.begin, end=begin + end)))
                         if begin + end == last and part.is_new_output(index):
                             outputs[device] += b.size
             begin += part.end
@@ -323,13 +317,12 @@ def _lay_out(
     reserved: Sequence[Reserved],
     hint: Placement | None,
     previous: MemoryPlan | None,
-    lowest: int,
 ) -> Placement:
     items = requirements.planned[device]
     outputs = [b.name for index, b in items if index in requirements.outputs]
     by_index = previous.inside(previous.arenas[device]) if previous is not None and device in previous.arenas else {}
     by_name = {b.name: by_index[index] for index, b in items if index is not None and index in by_index}
-    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name, lowest)
+    return lay_out_arena([b for _, b in items], outputs, reserved, _alignment(device), hint, by_name)
 
 
 def _alignment(device: torch.device) -> int:

@@ -195,7 +195,10 @@ def _planned_buffers(
         steps = lifetimes.get(index, range(1))  # a result of an operator is named where it is made
         begin = 0 if storage.origin is Origin.INPUT else steps.start  # inputs are copied before the first step
         stays = index in outputs or storage.node in copied_back
-        buffers[device].append((index, Buffer(storage.name, sizes[index], begin, end if stays else steps.stop)))
+        # An allocator finds its blocks by their addresses: no operator allocates at that of the arena's own block.
+        first = BLOCK if storage.origin is Origin.EXTERN and storage.node in sized.operators else 0
+        stop = end if stays else steps.stop
+        buffers[device].append((index, Buffer(storage.name, sizes[index], begin, stop, first)))
     return sizes, buffers
 
 
@@ -240,7 +243,7 @@ def _with_workspace(
     for step, node in enumerate(sized.plan.schedule):
         own = sized.operators.get(node.name)
         if own is not None and own.workspace_bytes:
-            buffer = Buffer(workspace_of(node.name), own.workspace_bytes, step, step + 1)
+            buffer = Buffer(workspace_of(node.name), own.workspace_bytes, step, step + 1, BLOCK)
             planned.setdefault(sized.plan.device, []).append((None, buffer))
     return planned
 

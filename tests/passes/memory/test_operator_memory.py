@@ -86,7 +86,7 @@ def test_all_of_it_lies_in_the_arena() -> None:
         "cumsum_default workspace": (0, 1, 1034),
     }
     # The workspace is gone when mul allocates its result.
-    assert region.size == region.lower_bound == 512 + 128 + 1088  # at multiples of 64, the CPU's alignment
+    assert region.size == 512 + region.lower_bound == 512 + 128 + 1088  # at multiples of 64, the CPU's alignment
     assert bytes_of_call(sized, memory) == memory.size
     spans = memory.footprint(region)
     assert sum(high - low for low, high in spans) <= region.size
