@@ -58,13 +58,14 @@ def _in_the_pools() -> int:
 
 def test_nothing_lies_in_the_pool_of_the_graphs(compiled: Any, gpu: torch.device) -> None:
     model, x = _network(gpu), torch.randn(4, 3, 16, 16, device=gpu)
+    of_others = _in_the_pools()
     f: Compiled = compiled(model)
     expected = torch.compile(model, backend="inductor")(x)
     for _ in range(4):
         assert torch.equal(f(x), expected)
     assert f.program.counters.replays == 2 and not f.program.counters.events
     # A small graph keeps each pool usable (``GraphPool.keeper``); it allocates nothing.
-    assert _in_the_pools() == 0
+    assert _in_the_pools() <= of_others
 
 
 def test_training_is_that_of_inductor(compiled: Any, gpu: torch.device) -> None:
@@ -77,8 +78,9 @@ def test_training_is_that_of_inductor(compiled: Any, gpu: torch.device) -> None:
             optimizer.step()
         return list(model.parameters())
 
+    of_others = _in_the_pools()
     ours = trained(compiled)
-    assert _in_the_pools() == 0
+    assert _in_the_pools() <= of_others
     theirs = trained(lambda function: torch.compile(function, backend="inductor"))
     assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
