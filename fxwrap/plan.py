@@ -21,7 +21,7 @@ from .host_graph.storages import Origin, StorageFacts
 from .host_graph.user_code import shown_name
 from .limit import Repeated
 from .packing import Placement, Reserved, joined
-from .packing.allocators import BLOCK
+from .packing.allocators import BLOCK, rounded
 from .packing.lifetimes import Lifetimes
 
 # A field that is not serialised: the reader of a plan passes it to ``from_data`` as a keyword.
@@ -239,7 +239,7 @@ class OperatorMemory:
         offsets, end = dict[int, int](), 0
         for block, nbytes in enumerate(self.blocks):
             if block not in self.results:
-                offsets[block], end = end, end + -(-nbytes // BLOCK) * BLOCK
+                offsets[block], end = end, end + rounded(nbytes, BLOCK)
         return offsets
 
     @property

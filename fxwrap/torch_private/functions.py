@@ -208,7 +208,7 @@ def free_workspaces(stream: Any) -> None:
 
 def retains_workspaces(device: torch.device) -> bool:
     """Whether libraries on a device keep a workspace between calls that ``free_workspaces`` frees."""
-    return device.type == "cuda" and _free_cublas_workspaces() is not None
+    return device.type == "cuda" and frees_workspaces()
 
 
 def library_settings(device: torch.device) -> tuple[Any, ...]:

@@ -240,16 +240,16 @@ def predict_memory(programs: Sequence[SizedProgram], saved_as: Mapping[int, Sequ
     predictions = []
     frozen = programs[0].frozen
     for device in {**timeline.planned, **timeline.unplanned}:
-        planned = timeline.planned.get(device, [])
+        planned = _renamed(timeline.planned.get(device, ()))
         own_bytes = own if device == programs[0].plan.device else 0
         of_operators = _renamed(timeline.unplanned.get(device, ()))
         unplanned = [*of_operators, Buffer("own", own_bytes, 0, timeline.end)]
         predictions.append(
             Prediction(
                 device,
-                arena=taken_on(device.type, plan_memory(_renamed(planned), _alignment(device)).size) if frozen else 0,
+                arena=taken_on(device.type, plan_memory(planned, _alignment(device)).size) if frozen else 0,
                 operators=most_alive(of_operators),
-                outside=most_alive(unplanned if frozen else [*(b for _, b in planned), *unplanned]),
+                outside=most_alive(unplanned if frozen else [*planned, *unplanned]),
                 outputs=timeline.outputs.get(device, 0),
             )
         )

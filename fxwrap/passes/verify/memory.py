@@ -141,8 +141,9 @@ def _check_home(storage: Storage, maker: Node, place: Place, plan: MemoryPlan, h
     A storage in a per-call region must be an allocation that is not handed out.
     """
     planned = not maker.kwargs.get("pin_memory") and str(maker.kwargs.get("device")) != "meta"
-    # What the caller gets may have memory of the recording's own, which nothing shares.
-    forgotten = place.home is Home.RECORDING and planned and used and not handed_out
+    # A number that the caller gets has memory of the recording's own, which nothing shares.
+    apart = handed_out and storage.origin is Origin.ALLOCATION and all(extent == 1 for extent in maker.args[0])  # type: ignore[union-attr]
+    forgotten = place.home is Home.RECORDING and planned and (used or handed_out) and not apart
     if place.home not in _HOMES[storage.origin] or forgotten:
         raise fault(
             f"plan: {storage.name} has no memory",
