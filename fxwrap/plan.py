@@ -358,7 +358,7 @@ class InputFacts:
 
 @dataclass(frozen=True, eq=False)
 class ProgramPlan:
-    """The decisions about a host graph that need no concrete sizes.
+    """The decisions about a host graph that need no concrete sizes. A plan is equal to itself alone: it is a key.
 
     With ``memory_limit``, what is recomputed was chosen at one set of sizes. The plan is correct at any size. It is
     known to keep the limit at these sizes only; ``Recorder.fit`` plans again for others.

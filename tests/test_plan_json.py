@@ -2,7 +2,7 @@
 
 ::
 
-    ProgramPlan --to_data--> JSON --from_data(graph=...)--> an equal ProgramPlan
+    ProgramPlan --to_data--> JSON --from_data(graph=...)--> a ProgramPlan with equal fields
     MemoryPlan  --to_data--> JSON --from_data------------->  an equal MemoryPlan
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -27,6 +27,11 @@ def to_json(plan: Any) -> str:
     return json.dumps(to_data(plan))
 
 
+def fields_of(plan: ProgramPlan) -> dict[str, Any]:
+    """A plan is equal to itself alone, so that it can be a key."""
+    return {field.name: getattr(plan, field.name) for field in fields(plan)}
+
+
 def from_json(kind: Any, text: str, **missing: Any) -> Any:
     return from_data(kind, json.loads(text), **missing)
 
@@ -36,7 +41,7 @@ def test_plans_come_back_unchanged(seed: int) -> None:
     case = random_case(random.Random(seed))
     text = to_json(case.plan)
     again = from_json(ProgramPlan, text, graph=case.plan.graph)
-    assert again == case.plan and to_json(again) == text
+    assert fields_of(again) == fields_of(case.plan) and to_json(again) == text
     assert again.schedule == case.plan.schedule
     for memory in (case.plan_with(), plan_program(case.calls_again())):
         text = to_json(memory)

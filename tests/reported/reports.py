@@ -364,27 +364,30 @@ are the eager loop's ([tests](../tests/reported/test_reported_training.py)).
 _MANY_SIZES = """## The same program, many sizes
 
 A server's and a trainer's mix of sizes (#188150, #196385), 500 calls each, by
-`python -m hostcuda benchmarks/many_sizes.py` (2026-11-28, torch 2.14.1, nothing computed). "server" draws 1 to 64
-rows, small numbers more often; "trainer" one of eight lengths, forward and backward; "behind" has an operator of
-dynamic size beside the network. Captures and launches are the device's count; memory is what torch reserves
-in the end; host time is the median of the last 250 calls, and "later" that of the same calls when the mix has run
-twice more. The trainer's rows of graph trees and fxwrap are of a run of their own.
+`python -m hostcuda benchmarks/many_sizes.py` (2026-11-30, torch 2.14.1, nothing computed, on a machine with other
+work). "server" draws 1 to 64 rows, small numbers more often; "trainer" one of eight lengths, forward and backward;
+"behind" has an operator of dynamic size beside the network. Captures and launches are the device's count, with those
+of rehearsals, which find out what products take and never run: one for each size. Memory is what torch reserves in
+the end; host time is the median of the last 250 calls, and "later" that of the same calls when the mix has run twice
+more.
 
 | mix | | captures | launches | MiB | host time, us | later |
 |---|---|---|---|---|---|---|
-| server | Inductor | 0 | 0 | 40 | 261 | 256 |
-| server | graph trees | 51 | 440 | 42 | 124 | 104 |
-| server | fxwrap | 95 | 440 | 40 | 211 | 57 |
-| server | fxwrap, `buckets` of 1, 2, 4, ..., 64 | 13 | 493 | 40 | 111 | 111 |
-| trainer | Inductor | 0 | 0 | 72 | 3,654 | 4,667 |
-| trainer | graph trees | 17 | 984 | 50 | 637 | 690 |
-| trainer | fxwrap | 21 | 984 | 60 | 543 | 566 |
+| server | Inductor | 0 | 0 | 40 | 399 | 414 |
+| server | graph trees | 51 | 440 | 42 | 160 | 150 |
+| server | fxwrap | 112 | 440 | 42 | 120 | 87 |
+| server | fxwrap, `buckets` of 1, 2, 4, ..., 64 | 20 | 493 | 42 | 144 | 147 |
+| trainer | Inductor | 0 | 0 | 72 | 5,822 | 5,408 |
+| trainer | graph trees | 17 | 984 | 50 | 951 | 948 |
+| trainer | fxwrap | 37 | 984 | 50 | 785 | 822 |
 | behind | Inductor | 0 | 0 | 40 | 368 | 372 |
-| behind | graph trees | 101 | 878 | 42 | 266 | 235 |
-| behind | fxwrap | 95 | 439 | 40 | 350 | 173 |
+| behind | graph trees | 101 | 878 | 42 | 480 | 374 |
+| behind | fxwrap | 112 | 439 | 76 | 308 | 242 |
 
-While sizes are new fxwrap's calls take longer than graph trees': when the arena grows for a larger size, the
-others are recorded again, and each new recording makes the next replay of every other one go through Python once.
+For the server 45 recordings are made, four of them again, since the arena has grown once: it grows by a little more
+than it must. A new recording tells the native units of the others of its outputs, so that their next replay does not
+go through Python. In "behind", 34 MiB are an arena that a call's result has kept: the frame of
+`torch.compile`'s own wrapper is in a reference cycle then, and keeps it until Python collects garbage.
 
 For a server choose `buckets`: seven recordings serve all sizes, and nearly every call is a replay from the start.
 A trainer's few lengths are recorded once each. A part of a program that reads no dynamic size is recorded again for
