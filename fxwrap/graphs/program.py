@@ -177,6 +177,8 @@ class Program:
     def _add_specialization(self, key: Any, inputs: Sequence[Any]) -> Specialization:
         specialization = Specialization()
         if self.recorder.memory_limit:
+            if self._freezes_addresses and not self._caller_captures():  # the warm-up, too, stays within the limit
+                self._rehearse(specialization, inputs)
             self.recorder.fit(specialization, inputs)
         return self.specializations.add(key, specialization)
 
@@ -339,11 +341,11 @@ class Program:
             self._rehearse(specialization)
         return outputs
 
-    def _rehearse(self, specialization: Specialization) -> None:
+    def _rehearse(self, specialization: Specialization, inputs: Sequence[Any] | None = None) -> None:
         owner, capturing = self._owner(), SHARED.capturing[self.plan.device]
         if capturing.acquire(owner, _WAIT_S):
             try:
-                self.recorder.rehearse(specialization)
+                self.recorder.rehearse(specialization, inputs)
             finally:
                 capturing.release(owner)
 

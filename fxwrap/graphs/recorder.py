@@ -148,13 +148,18 @@ class Recorder:
                 raise
             self.never_recorded = str(error.subject)
 
-    def rehearse(self, specialization: Specialization) -> None:
-        """After a warm-up: find out what operators allocate in a capture, and plan with it.
+    def rehearse(self, specialization: Specialization, inputs: Sequence[Any] | None = None) -> None:
+        """Find out what operators allocate in a capture, and plan with it.
 
         The caller holds the lock of captures.
+
+        Args:
+            inputs: those of the first call, before it; None after a warm-up, which has let go of its inputs.
         """
-        estimate, plan = specialization.estimate, self.prepared.plan
-        if estimate is not None and rehearse(plan, symbols_at(estimate.sized.symbol_values)):
+        estimate, provider = specialization.estimate, self.prepared.provider
+        if inputs is not None:
+            rehearse(self.prepared.plan, provider.symbols(inputs), has_run=False)
+        elif estimate is not None and rehearse(self.prepared.plan, symbols_at(estimate.sized.symbol_values)):
             self.prepared.provider.estimate_again(estimate)
             self._note_plan(estimate.sized, estimate.memory)
 

@@ -211,6 +211,15 @@ def retains_workspaces(device: torch.device) -> bool:
     return device.type == "cuda" and frees_workspaces()
 
 
+def make_handles(device: torch.device) -> None:
+    """Make what libraries make in the first call of a thread, which no capture can: the handle of cuBLAS.
+
+    With it cuBLAS asks for workspace on the current stream, and retains it.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_blas_handle()
+
+
 def library_settings(device: torch.device) -> tuple[Any, ...]:
     """The settings by which an operator on a device chooses its kernel, and with it what it allocates."""
     cudnn, cuda = torch.backends.cudnn, torch.backends.cuda

@@ -15,7 +15,7 @@ from ...errors import MemoryLimitError, PlanError
 from ...host_graph.sizes import evaluate_sizes, hint, hinted_layout, storage_bytes, symbols_at
 from ...limit import Limit, does_not_fit
 from ...plan import ProgramPlan, SizedProgram
-from ..devices.runtime import freezes_addresses
+from ..devices.runtime import freezes_addresses, runtime_for
 from .operator_memory import known_memory
 from .planning import Planner
 
@@ -154,8 +154,9 @@ class Budget:
 
     def does_not_fit(self, nbytes: int, least: int, plan: ProgramPlan) -> MemoryLimitError:
         """The error of a call that takes more than a limit of so many bytes."""
-        captured = self.in_pool is not None or not freezes_addresses(plan.device)
-        return does_not_fit(nbytes, least, "" if captured else ", and what libraries take in a capture")
+        runtime = runtime_for(plan.device)
+        known = self.in_pool is not None or not runtime.frozen_addresses or runtime.placements is not None
+        return does_not_fit(nbytes, least, "" if known else ", and what libraries take in a capture")
 
 
 def _key(symbols: Mapping[Any, int]) -> frozenset[Any]:

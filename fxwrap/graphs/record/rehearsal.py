@@ -24,28 +24,33 @@ from ...host_graph.nodes import operator_name
 from ...host_graph.sizes import layout_at, number_at, storage_bytes
 from ...host_graph.tensors import tensors_in
 from ...plan import OperatorMemory, ProgramPlan
-from ...torch_private.functions import below_autograd, free_workspaces
+from ...torch_private.functions import below_autograd, free_workspaces, make_handles
 from ..devices.runtime import DeviceRuntime, current_stream, own_runtime
 from ..memory.operator_memory import note_memory, unknown_calls
 
 log = logging.getLogger(__name__)
 
 
-def rehearse(plan: ProgramPlan, symbols: Mapping[Any, int]) -> bool:
+def rehearse(plan: ProgramPlan, symbols: Mapping[Any, int], has_run: bool = True) -> bool:
     """Find out what the captured calls of a program allocate at these sizes; whether anything new was found.
 
     The caller holds the lock of captures. A call that cannot be rehearsed allocates outside of the plan.
+
+    Args:
+        has_run: whether the program has run at these sizes. What fails before may succeed then, and is tried again.
     """
     unknown = unknown_calls(plan, symbols)
     found = bool(unknown)
+    if unknown and not has_run:
+        _make_handles(own_runtime(plan.device))
     while unknown:
         # In a graph of the device: one that runs its work at once would use what is not there.
-        unknown = _rehearse_some(own_runtime(plan.device), unknown, symbols)
+        unknown = _rehearse_some(own_runtime(plan.device), unknown, symbols, has_run)
     return found
 
 
 def _rehearse_some(
-    runtime: DeviceRuntime, calls: Mapping[Hashable, Node], symbols: Mapping[Any, int]
+    runtime: DeviceRuntime, calls: Mapping[Hashable, Node], symbols: Mapping[Any, int], has_run: bool
 ) -> dict[Hashable, Node]:
     """Rehearse calls in one capture; returns those that are left, because one has failed."""
     assert runtime.placements is not None
@@ -63,7 +68,7 @@ def _rehearse_some(
             with torch.inference_mode(False), torch.no_grad(), runtime.keeping_stream():
                 graph = runtime.rehearse(work)
         except Exception as error:
-            if not isinstance(error, torch.OutOfMemoryError):  # then the next recording rehearses it
+            if has_run and not isinstance(error, torch.OutOfMemoryError):  # then the next recording rehearses it
                 _note(tried[-1], calls[tried[-1]], f"{type(error).__name__}: {error}")
             return {kind: node for kind, node in calls.items() if kind != tried[-1]}
         made = placements.made()
@@ -74,6 +79,14 @@ def _rehearse_some(
             continue
         _note(kind, calls[kind], _memory(addresses, allocations))
     return {}
+
+
+def _make_handles(runtime: DeviceRuntime) -> None:
+    """Make the handles of libraries. The workspace that they ask for lies nowhere, and is freed at once."""
+    assert runtime.placements is not None
+    with runtime.placements(runtime.device) as placements, placements.without_memory():
+        make_handles(runtime.device)
+        free_workspaces(current_stream(runtime.device))
 
 
 def _memory(addresses: Mapping[int, int], allocations: Sequence[tuple[int, int]]) -> OperatorMemory | str:
