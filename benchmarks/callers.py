@@ -167,10 +167,10 @@ def live(fn: Function) -> int:
     return sum(len(one.recordings) for program in programs(fn) for one in specializations(program))
 
 
-def arena_bytes(fn: Function) -> int:
-    """What the newest plans say."""
-    plans = [report.memory for report in fxwrap.report(fn).graphs if report.memory is not None]
-    return sum(arena.size for plan in plans for arena in plan.arenas.values())
+def most_copied(fn: Function) -> int:
+    """The most bytes of inputs that a recording copies into the arena."""
+    recorded = (made for graph in fxwrap.report(fn).graphs for made in graph.program.recorder.history)
+    return max((made.copied_in_bytes for made in recorded), default=0)
 
 
 def how(fn: Function, call: Callable[[], Any]) -> str:
@@ -399,10 +399,11 @@ def caches_written(place: Place, count: int, calls: int) -> Row:
         got = ours(caches[which], new, weight, position)
         numbers.check(got, theirs(copies[which], new, weight, position))
         numbers.check(caches[which], copies[which])
-    made, arena = recordings(ours), arena_bytes(ours)
-    measured = f"{recorded(ours)}, arena {arena:,}, {numbers}"
+    made, copied = recordings(ours), most_copied(ours)
+    measured = f"{recorded(ours)}, {copied:,} bytes are copied in, {numbers}"
     if count == 1:
-        return Row(measured, "2 recordings, arena below 65,536", made <= 2 and arena < 64 << 10 and numbers.right)
+        wanted = "2 recordings, less than 65,536 bytes are copied in"
+        return Row(measured, wanted, made <= 2 and copied < 64 << 10 and numbers.right)
     return Row(measured, f"4 recordings in {calls} calls", made <= 4 and numbers.right)
 
 
