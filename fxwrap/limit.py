@@ -21,12 +21,15 @@ class Limit:
         symbols: the sizes that it is for, by symbol; empty for those that the program was compiled for.
         workspace: bytes that calls are known to allocate at these sizes beyond what they return, by node, where that
             is not in the plan.
+        given: bytes of inputs that are freed after their last use, by input: what a forward program has saved for
+            this backward. They are within the limit, too.
     """
 
     nbytes: int
     overhead: int = 0
     symbols: Mapping[object, int] = field(default_factory=dict)
     workspace: Mapping[str, int] = field(default_factory=dict)
+    given: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

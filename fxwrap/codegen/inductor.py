@@ -35,6 +35,7 @@ from .emit.emission import FxwrapCodegen
 from .emit.library_calls import prepare
 from .order_of_lowering import reads_before_writes
 from .request import requesting
+from .saved_within_limit import saved_within_limit
 from .store.caches import (
     cache_key,
     extended_cache_key,
@@ -144,7 +145,11 @@ def compile_with_inductor(
             contexts.enter_context(feature.compiling())
         # ``compile_fx`` branches on these; the process's own values are meant for other backends.
         patches = {**patches, "cpp_wrapper": False, "fx_wrapper": False}
-        compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+        def compile_once() -> Any:
+            return compile_fx(gm, list(example_inputs), inner_compile=inner_compile, config_patches=patches)
+
+        compiled: Any = saved_within_limit(compile_once, compilation) if options.memory_limit else compile_once()
     for feature in around:
         compiled = feature.wrapped(compiled, compilation, options)
     return compiled
@@ -257,6 +262,8 @@ def _emitted(
         contexts.enter_context(reads_before_writes())
         if request.options.moves_work:
             contexts.enter_context(versions.one_loop_a_launch())
+        if request.options.memory_limit:
+            contexts.enter_context(versions.overwriting_nothing_saved())
         handover = contexts.enter_context(requesting(request))
         compiled = compile_fx_inner(gm, example_inputs, *args, **_for_inner(kwargs), fx_wrapper=True)
     if handover.not_stored:

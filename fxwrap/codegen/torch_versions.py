@@ -290,6 +290,21 @@ def donated_inputs(gm: torch.fx.GraphModule) -> frozenset[int]:
     return _named(gm, "donated", get_donated_idxs() or (), other=("Tangent", "Plain", "Param", "Buffer"))
 
 
+@contextlib.contextmanager
+def overwriting_nothing_saved() -> Iterator[None]:
+    """Inside, Inductor lets no kernel write over what the forward has saved. What is to be read again has to stay."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = getattr(context, "fw_metadata", None)
+    if metadata is None:
+        yield
+        return
+    donated, metadata.bw_donated_idxs = metadata.bw_donated_idxs, None
+    try:
+        yield
+    finally:
+        metadata.bw_donated_idxs = donated
+
+
 def _named(
     gm: torch.fx.GraphModule, what: str, positions: Iterable[int], other: Sequence[str] = ()
 ) -> frozenset[int]:

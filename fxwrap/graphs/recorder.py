@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,13 +26,13 @@ from torch.profiler import record_function
 
 from ..errors import CaptureError, MemoryLimitError, PlanError
 from ..host_graph.nodes import operator_name
-from ..host_graph.sizes import symbols_at
+from ..host_graph.sizes import hinted_layout, storage_bytes, symbols_at
 from ..limit import Limit
 from ..plan import MemoryPlan, ProgramPlan, SizedProgram
 from ..torch_private import native_library
 from .devices.runtime import runtime_for
 from .memory.arenas import OUT_OF_MEMORY, TOO_LARGE, Arena
-from .memory.budget import Budget, nearest
+from .memory.budget import Budget, PlannedCall, nearest
 from .memory.locks import LockOwner
 from .memory.memory_provider import Estimate, Saved
 from .memory.operator_memory import refuse
@@ -125,7 +125,9 @@ class Recorder:
         self.newest_sized: SizedProgram | None = None
         self._newest_estimate: weakref.ref[Estimate] | None = None
         self._forward: _Forward | None = None
+        self._backward: weakref.ref[Recorder] | None = None
         self._saved_tensors = frozenset[int]()  # positions of inputs that the forward program allocates
+        self._saved_as_compiled = list[tuple[int, tuple[str, ...]]]()  # bytes, and the inputs that share them
 
     # -- planning ahead ---------------------------------------------------------------------------------
 
@@ -181,9 +183,12 @@ class Recorder:
             inputs: names of the backward's inputs, by the storage of the forward program that they are saved in.
         """
         self._forward = weakref.ref(forward), inputs, weakref.ref(forward.prepared.plan.graph)
+        forward._backward = weakref.ref(self)
         names = {name for several in inputs.values() for name in several}
         placeholders = enumerate(self.prepared.plan.placeholders)
         self._saved_tensors = frozenset(position for position, node in placeholders if node.name in names)
+        plan = forward.prepared.plan
+        self._saved_as_compiled = [(_bytes_as_compiled(plan, index), tuple(all_)) for index, all_ in inputs.items()]
 
     @property
     def forward(self) -> tuple[Recorder | None, Mapping[int, Sequence[str]]]:
@@ -219,11 +224,15 @@ class Recorder:
             static: positions of inputs whose addresses stay; None for an eager run.
 
         Raises:
-            MemoryLimitError: a call would take more, or what it takes cannot be known.
+            MemoryLimitError: a call, or the call of the backward that is compiled for it, would take more; or what it
+                takes cannot be known.
         """
         provider, present = self.prepared.provider, self.prepared.plan
-        call = provider.planned_call(inputs, static)
+        call = self._planned_call(inputs, static)
+        backward = self._backward() if self._backward is not None and not provider.symbols(inputs) else None
         try:
+            if backward is not None and not backward.is_within_limit():
+                raise self.budget.does_not_fit(self.memory_limit, backward.least_as_compiled(), present)
             plan, limit = self.budget.within(self.memory_limit, call, present, self._limit, self.partition)
         except MemoryLimitError as error:
             if not error.least:
@@ -231,12 +240,40 @@ class Recorder:
             with contextlib.suppress(
                 CaptureError
             ):  # count a buffer for each input that may move: then it fits later, too
-                call = provider.planned_call(inputs, present.inputs.static | self._saved_tensors)
-            least = self.budget.least(call, present, self.partition)
-            raise self.budget.does_not_fit(self.memory_limit, max(error.least, least), present) from None
+                call = self._planned_call(inputs, present.inputs.static | self._saved_tensors)
+            least = max(error.least, self.budget.least(call, present, self.partition))
+            least = max(least, backward.least_as_compiled()) if backward is not None else least
+            raise self.budget.does_not_fit(self.memory_limit, least, present) from None
         if plan is not present:
             self._replace_plan(limit, "planned again within memory_limit", plan)
         specialization.fits = True
+
+    def _planned_call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
+        """See ``MemoryProvider.planned_call``; with what the forward has saved."""
+        call, sharing = self.prepared.provider.planned_call(inputs, static), dict[int, tuple[int, tuple[str, ...]]]()
+        for position in sorted(self._saved_tensors):
+            name, storage = self.prepared.plan.placeholders[position].name, inputs[position].untyped_storage()
+            if name not in call.input_buffers:
+                _, names = sharing.get(storage._cdata, (0, ()))
+                sharing[storage._cdata] = storage.nbytes(), (*names, name)
+        return replace(call, saved=tuple(sharing.values()))
+
+    def call_compiled_for(self) -> PlannedCall:
+        """A call with the sizes that the program was compiled for."""
+        return PlannedCall.compiled_for(self.prepared.plan, self._saved_as_compiled)
+
+    def least_as_compiled(self) -> int:
+        """The lowest limit that fits a call with these sizes."""
+        return self.budget.least(self.call_compiled_for(), self.prepared.plan, self.partition)
+
+    def is_within_limit(self) -> bool:
+        """Whether a call with the sizes that the program was compiled for can stay within ``memory_limit``."""
+        plan = self.prepared.plan
+        try:
+            self.budget.within(self.memory_limit, self.call_compiled_for(), plan, self._limit, self.partition)
+        except MemoryLimitError:
+            return False
+        return True
 
     def partition(self, limit: Limit | None) -> ProgramPlan:
         """The program's plan within a limit, or without one. The present one stays."""
@@ -302,11 +339,7 @@ class Recorder:
 
     def _takes_more(self, inputs: Sequence[Any], static: Collection[int]) -> bool:
         prepared = self.prepared
-        taken = (
-            self.budget.taken(prepared.plan, prepared.provider.planned_call(inputs, static))
-            if self.memory_limit
-            else 0
-        )
+        taken = self.budget.taken(prepared.plan, self._planned_call(inputs, static)) if self.memory_limit else 0
         return taken > self.memory_limit
 
     def _try(self, attempt: Attempt) -> Recorded | Refused | Short:
@@ -443,3 +476,10 @@ class Recorder:
         how = "is not kept" if recorded.capture_errors else kept
         logged = why, seconds * 1e3, len(recording.graphs), request.memory.size or request.memory.peak, how
         log.info("%s: recorded (%s) in %.1f ms: %d graph(s), %d bytes; %s", self._context.name, *logged)
+
+
+def _bytes_as_compiled(plan: ProgramPlan, index: int) -> int:
+    """Bytes of a storage at the sizes that a program was compiled for; 0 if data decide on them."""
+    value = plan.facts.storages[index].value(plan.maker(index))
+    layout = hinted_layout(value)
+    return storage_bytes(*layout, value.dtype) if value is not None and layout is not None else 0

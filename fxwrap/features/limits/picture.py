@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import InputError
-from ...graphs.memory.budget import PlannedCall
 from ...graphs.program import Program
 from ...inspection.explanation import Explanation
 from ...passes.memory.fit import timeline_of
@@ -83,7 +82,7 @@ def limits(explanation: Explanation, count: int = 8) -> list[Limits]:
 
 def _limits(program: Program, count: int) -> Limits:
     recorder = program.recorder
-    budget, call = recorder.budget, PlannedCall.compiled_for(program.plan)
+    budget, call = recorder.budget, recorder.call_compiled_for()
     base = recorder.partition(None)
 
     def within(limit: int | None) -> WithinLimit:

@@ -5,7 +5,7 @@ What fits is found out here for calls, for ``MemoryLimitError.least`` and for th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,17 +45,20 @@ class PlannedCall:
     Attributes:
         inputs: tensors and numbers, by position. Only sizes and numbers are read.
         input_buffers, frozen, donated: see ``SizedProgram``.
+        saved: what a backward's forward has saved: the bytes of each storage, and the inputs that share it.
     """
 
     inputs: tuple[Any, ...]
     input_buffers: Mapping[str, tuple[torch.device, int]]
     frozen: bool
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    saved: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
     @classmethod
-    def compiled_for(cls, plan: ProgramPlan) -> PlannedCall:
+    def compiled_for(cls, plan: ProgramPlan, saved: Sequence[tuple[int, tuple[str, ...]]] = ()) -> PlannedCall:
         """A call with the sizes that a program was compiled for, whose inputs move if they may."""
         inputs, buffers, frozen = list[Any](), dict[str, tuple[torch.device, int]](), freezes_addresses(plan.device)
+        stay = {name for _, names in saved for name in names}
         for position, node in enumerate(plan.placeholders):
             value: Any = node.meta.get("val")
             layout = hinted_layout(value)
@@ -63,9 +66,9 @@ class PlannedCall:
                 inputs.append(hint(value) if isinstance(value, (int, torch.SymInt)) else None)
                 continue
             inputs.append(torch.empty_strided(*layout, dtype=value.dtype, device="meta"))
-            if frozen and position not in plan.inputs.static:
+            if frozen and position not in plan.inputs.static and node.name not in stay:
                 buffers[node.name] = value.device, storage_bytes(*layout, value.dtype)
-        return cls(tuple(inputs), buffers, frozen)
+        return cls(tuple(inputs), buffers, frozen, saved=tuple(saved))
 
 
 @dataclass(eq=False)
@@ -98,13 +101,20 @@ class Budget:
         self._seen[key] = {**self._seen.get(key, {}), **workspace}
 
     def taken(self, plan: ProgramPlan, call: PlannedCall) -> int:
-        """The most bytes that a call takes beside its inputs.
+        """The most bytes that a call takes beside its inputs; what its forward has saved counts until its last use.
 
         Raises:
             MemoryLimitError: that cannot be known.
         """
+        sized, kept = self.sized(plan, call), 0
+        if call.saved and not call.frozen:
+            sized = replace(sized, donated=call.saved)
+        elif call.saved:
+            freed = _freed(plan, call)
+            kept = sum(nbytes for nbytes, _ in call.saved) - sum(nbytes for _, nbytes in freed.values())
+            sized = replace(sized, input_buffers={**freed, **sized.input_buffers})
         try:
-            return self.planner.bytes_of_call(self.sized(plan, call), self.in_pool or 0)
+            return kept + self.planner.bytes_of_call(sized, self.in_pool or 0)
         except PlanError as error:
             raise MemoryLimitError(
                 "memory_limit cannot be held: what a program takes is not known",
@@ -127,7 +137,8 @@ class Budget:
         """
         while (more := self.taken(plan, call) - nbytes) > 0:
             symbols = symbols_at(self.sized(plan, call).symbol_values)
-            fresh = Limit(nbytes, 0, symbols, self._seen.get(_key(symbols), {}))
+            given = {name: saved for name, (_, saved) in _freed(plan, call).items()}
+            fresh = Limit(nbytes, 0, symbols, self._seen.get(_key(symbols), {}), given)
             tried = limit is not None and replace(limit, overhead=0) == fresh
             overhead = limit.overhead + max(more, nbytes // _STEPS) if limit is not None and tried else 0
             limit = replace(fresh, overhead=overhead)
@@ -157,6 +168,18 @@ class Budget:
         runtime = runtime_for(plan.device)
         known = self.in_pool is not None or not runtime.frozen_addresses or runtime.placements is not None
         return does_not_fit(nbytes, least, "" if known else ", and what libraries take in a capture")
+
+
+def _freed(plan: ProgramPlan, call: PlannedCall) -> dict[str, tuple[torch.device, int]]:
+    """What is freed after its last use, of what the forward has saved: device and bytes of each storage, by that of
+    its inputs that is used last. In an arena, bytes are used again where AOTAutograd donates all of these inputs."""
+    donated = {plan.placeholders[position].name for position in plan.inputs.donated}
+
+    def last_use(name: str) -> int:
+        return max((plan.lifetimes.get(i, range(0)).stop for i in plan.facts.behind_named([name])), default=0)
+
+    freed = (one for one in call.saved if not call.frozen or donated.issuperset(one[1]))
+    return {max(names, key=last_use): (plan.device, nbytes) for nbytes, names in freed}
 
 
 def _key(symbols: Mapping[Any, int]) -> frozenset[Any]:

@@ -51,10 +51,10 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
         MemoryLimitError: it cannot; the error says with how many bytes it could.
     """
     most = limit.nbytes - limit.overhead
-    if timeline_of(plan, sizes, limit.workspace).peak <= most:
+    if timeline_of(plan, sizes, limit.workspace, limit.given).peak <= most:
         return plan
     orders = plan, reordered(plan, dependencies, sizes)
-    fitting = [rematerialise(timeline_of(order, sizes, limit.workspace), most) for order in orders]
+    fitting = [rematerialise(timeline_of(order, sizes, limit.workspace, limit.given), most) for order in orders]
     best = min(fitting, key=lambda timeline: (max(timeline.peak, most), timeline.work))
     if best.peak > most:
         raise does_not_fit(limit.nbytes, best.peak + limit.overhead)
@@ -62,22 +62,28 @@ def fit_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, 
 
 
 def timeline_of(
-    plan: ProgramPlan, sizes: Mapping[int, int], workspace: Mapping[str, int] = MappingProxyType({})
+    plan: ProgramPlan,
+    sizes: Mapping[int, int],
+    workspace: Mapping[str, int] = MappingProxyType({}),
+    given: Mapping[str, int] = MappingProxyType({}),
 ) -> Timeline:
     """The schedule of a plan, with the memory that it uses at these sizes of storages.
 
     Args:
         workspace: bytes of workspace at these sizes by node, where that of the plan does not hold.
+        given: see ``Limit``.
     """
     facts, captured = plan.facts, (p.index for p in plan.partitions if p.verdict is Verdict.CAPTURED)
+    saved = {index: nbytes for name, nbytes in given.items() for index in facts.behind_named([name])}
     made = facts.made()
     costs = Costs(
-        sizes={index: nbytes for index, nbytes in sizes.items() if index in made},
+        sizes={**saved, **{index: nbytes for index, nbytes in sizes.items() if index in made}},
         workspace={plan.nodes[name]: nbytes for name, nbytes in {**plan.workspace, **workspace}.items()},
         work={node: work_of(node, facts, sizes) for node in plan.schedule}.__getitem__,
         pure=is_pure,
         stays=facts.handed_out,
         captured=frozenset(captured),
+        given=frozenset(saved) - facts.handed_out,
     )
     groups = overlap_groups(plan.graph, facts, plan.device.type if plan.inputs.apart else "")
     return Timeline.of([plan.work_in(partition) for partition in plan.partitions], facts, costs, groups)

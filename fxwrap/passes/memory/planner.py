@@ -109,7 +109,7 @@ def _plan_calls(requirements: Requirements) -> MemoryPlan:
 
 
 def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool: int = 0) -> int:
-    """The most bytes that a call takes at one time beside its inputs.
+    """The most bytes that a call takes at one time beside its inputs; what its forward has saved counts.
 
     Storages count from their first to their last use; regions do not raise that (``_plan_calls``). Arenas count as
     a whole; static buffers of inputs lie in them. Results and workspace of operators count in either case. Workspace
@@ -138,7 +138,7 @@ def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool
         arenas = sum(taken_on(device.type, arena.size) for device, arena in memory.arenas.items())
         return arenas + max(most_alive(unplanned), in_pool) + requirements.own
     planned = (buffer for items in requirements.planned.values() for _, buffer in items)
-    return most_alive([*unplanned, *planned]) + _numbers_as_tensors(sized.plan)
+    return most_alive([*requirements.donated, *unplanned, *planned]) + _numbers_as_tensors(sized.plan)
 
 
 def _numbers_as_tensors(program: ProgramPlan) -> int:

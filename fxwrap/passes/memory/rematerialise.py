@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +76,8 @@ def again(timeline: Timeline, version: int, place: int, peak: int) -> _Again:
     def impossible() -> _Again:
         return _Again((), frozenset(read | done), low, high)
 
-    while todo:
+    # What repeated runs make beside is read in its new version, with all that was written to it since.
+    while todo or (todo := list(_half_made(needed, timeline) - done)):
         wanted = todo.pop()
         if wanted in done:
             continue
@@ -108,6 +109,17 @@ def again(timeline: Timeline, version: int, place: int, peak: int) -> _Again:
             if not needed.issuperset(other for other in writers[one] if run.place < other.place < place):
                 return impossible()
     return _Again(sorted(needed, key=lambda run: run.place), frozenset(read | done), low, high)
+
+
+def _half_made(needed: Collection[Run], timeline: Timeline) -> set[int]:
+    """What runs to repeat begin anew and read, while others that write it in between do not run again."""
+    begun = {one for run in needed for one in run.makes}
+    return {
+        one
+        for run in needed
+        for one in run.reads & begun
+        if not all(writer in needed for writer in timeline.writers[one] if writer.place < run.place)
+    }
 
 
 class Gaps:

@@ -73,12 +73,13 @@ class Costs:
     """What is known of a program's memory at one set of sizes.
 
     Attributes:
-        sizes: bytes by storage, of those that the program or its operators allocate.
+        sizes: bytes by storage, of those that the program or its operators allocate, and of those in ``given``.
         workspace: bytes of memory that a node needs while it runs, by node.
         work: what a node's run costs, in bytes moved.
         pure: whether a node may run again: it has no effect but what it writes, and draws nothing.
         stays: storages that the caller gets.
         captured: the partitions that are captured: only their nodes may run again, and only in such a partition.
+        given: storages of inputs that are freed after their last use: what a forward program has saved.
     """
 
     sizes: Mapping[int, int]
@@ -87,6 +88,7 @@ class Costs:
     pure: Callable[[Node], bool]
     stays: frozenset[int]
     captured: frozenset[int]
+    given: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class Timeline:
         uses: the runs that use each version, in order.
         writers: the runs that write each version, in order.
         storage_of: the storage of each version that is not the original.
-        in_use: bytes in use at each run: storages from their first to their last use (those that the caller gets, to
-            the end), and workspace. int64 of (runs).
+        in_use: bytes in use at each run: storages from their first to their last use (those that are given, from the
+            begin; those that the caller gets, to the end), and workspace. int64 of (runs).
     """
 
     def __init__(self, runs: Sequence[Run], costs: Costs) -> None:
@@ -142,7 +144,7 @@ class Timeline:
 
     def _alive(self) -> list[int]:
         ends = {version: self._end(version, runs) + 1 for version, runs in self.uses.items()}
-        storages = (Buffer("", self.size(v), runs[0].place, ends[v]) for v, runs in self.uses.items())
+        storages = (Buffer("", self.size(v), self._begin(v, runs), ends[v]) for v, runs in self.uses.items())
         workspace = (Buffer("", self._workspace(run), run.place, run.place + 1) for run in self.runs)
         return alive_at_steps([*storages, *workspace])
 
@@ -155,7 +157,7 @@ class Timeline:
         Args:
             groups: inputs that may overlap (``analysis.aliasing.overlap_groups``).
         """
-        runs, known = list[Run](), set[int]()
+        runs, known = list[Run](), set(costs.given)
 
         def with_groups(storages: frozenset[int]) -> frozenset[int]:
             return storages.union(groups[index] for index in storages if index in groups)
@@ -184,13 +186,17 @@ class Timeline:
         return sum(self.costs.work(run.node) for run in self.runs)
 
     def is_made(self, version: int) -> bool:
-        return self.storage_of.get(version, version) in self.costs.sizes
+        storage = self.storage_of.get(version, version)
+        return storage in self.costs.sizes and storage not in self.costs.given
 
     def size(self, version: int) -> int:
         return self.costs.sizes.get(self.storage_of.get(version, version), 0)
 
     def _workspace(self, run: Run) -> int:
         return self.costs.workspace.get(run.node, 0)
+
+    def _begin(self, version: int, uses: Sequence[Run]) -> int:
+        return 0 if version in self.costs.given else uses[0].place
 
     def _end(self, version: int, uses: Sequence[Run]) -> int:
         return len(self.runs) - 1 if version in self.costs.stays else uses[-1].place
@@ -248,7 +254,8 @@ class Timeline:
         uses: Mapping[int, Sequence[Run]],
     ) -> torch.Tensor:
         following, more, last = self.runs[place], len(again), len(self.runs) - 1
-        begins = sum(self.size(version) for version in following.used if self.uses[version][0] is following)
+        new_there = (v for v in following.used if self.uses[v][0] is following and v not in self.costs.given)
+        begins = sum(map(self.size, new_there))
         between = int(self.in_use[place]) - self._workspace(following) - begins
         new = torch.tensor([between + self._workspace(run) for run in again], dtype=torch.int64)
         in_use = torch.cat([self.in_use[:place], new, self.in_use[place:]])
@@ -256,6 +263,9 @@ class Timeline:
 
         def moved(run: Run) -> int:
             return run.place + more if run.place >= place and run not in copies else run.place
+
+        def begin(version: int, uses: Sequence[Run]) -> int:
+            return 0 if version in self.costs.given else moved(uses[0])
 
         for version, after in uses.items():
             storage = storage_of.get(version)
@@ -265,8 +275,8 @@ class Timeline:
             stays = version in self.costs.stays
             if storage is None:
                 before = self.uses[version]
-                in_use[moved(before[0]) : (last + more if stays else moved(before[-1])) + 1] -= size
-            in_use[moved(after[0]) : (last + more if stays else moved(after[-1])) + 1] += size
+                in_use[begin(version, before) : (last + more if stays else moved(before[-1])) + 1] -= size
+            in_use[begin(version, after) : (last + more if stays else moved(after[-1])) + 1] += size
         return in_use
 
     def apply(self, repetition: Repetition) -> None:

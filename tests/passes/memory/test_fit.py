@@ -128,6 +128,38 @@ def test_it_is_made_again_of_what_is_still_there() -> None:
     assert_same_numbers(better, gm, maker.inputs)
 
 
+def test_what_is_made_beside_is_as_it_was_read() -> None:
+    """A kernel that makes two values runs again for one of them. Where the other is read, all writes to it run again.
+
+    ::
+
+        pair      p q               pair      p q
+        update      q               update      q
+        to_c      p q c             to_c      p q c
+        to_d, e     q c d e         to_d, e     q   d e
+        to_out      q c   e out     pair      p q     e     r        r: q again, which c is made of
+                                    update      q     e     r
+                                    to_c      p q c   e     r
+                                    to_out      q c   e out
+    """
+    maker = GraphMaker()
+    x, made = maker.input("x"), {name: maker.allocate(name=name) for name in ("p", "q", "c")}
+    maker.launch("pair", x, made["p"], made["q"], name="to_p_and_q")
+    maker.launch("update", x, made["q"], name="to_q")
+    maker.launch("mix", made["p"], made["q"], made["c"], name="to_c")
+    made["d"] = maker.allocate((16, 4), name="d")
+    made |= {name: maker.allocate(name=name) for name in ("e", "out")}
+    for name, *operands in ("d", x, x), ("e", made["d"], x), ("out", made["c"], made["e"]):
+        maker.launch("mix", *operands, made[name], name=f"to_{name}")
+    gm = maker.finish([made["out"], made["q"]])
+    plan = plan_of(gm)
+    assert timeline_of(plan, expected_sizes(gm, plan.facts)).peak == 7 * _ONE
+    better = fitted(plan, 6 * _ONE)
+    assert "to_p_and_q_again to_q_again to_c_again to_out" in steps(better)
+    verify_same_results(gm, better.graph)
+    assert_same_numbers(better, gm, maker.inputs)
+
+
 ATOMIC = {
     "cpp": "atomic_add(&out_ptr0[static_cast<int64_t>(x0)], static_cast<float>(tmp2));",
     "cpp vectors": "atomic_add_vec<float, 2, 1>(out_ptr0, index, value);",

@@ -1,0 +1,147 @@
+"""What a forward saves for its backward, so that both together stay within ``memory_limit``.
+
+::
+
+    without a limit     forward   |====== saved ======|   backward   |== saved, less and less ==| gradients |
+    within one          forward   |= saved =|             backward   |= saved =| repeated | gradients |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import Compiled, freezes
+from torch import nn
+from torch._functorch import config as functorch_config
+
+import fxwrap
+from fxwrap.codegen import inductor
+from fxwrap.errors import MemoryLimitError
+from fxwrap.torch_private.functions import allocations
+
+pytestmark = pytest.mark.compiler
+
+DEPTH, WIDTH, ROWS = 6, 16, 512
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.nn.functional.gelu(self.first(self.norm(x))))
+
+
+def network(device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(DEPTH))).to(device)
+
+
+def training(compiled: Callable[..., Compiled], device: torch.device, limit: int = 0) -> tuple[Any, Compiled]:
+    """A call of a network with its backward, which returns all gradients; and what was compiled."""
+    model = network(device)
+    f = compiled(lambda x: model(x).square().mean(), **({"options": {"memory_limit": limit}} if limit else {}))
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+
+    def step() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(f(x), list(model.parameters())))
+
+    return step, f
+
+
+def taken(step: Any, device: torch.device) -> int:
+    """The most bytes that a step allocates at one time."""
+    if device.type == "cpu":
+        held = most = 0
+        for change in allocations(step) or ():
+            held += change
+            most = max(most, held)
+        return most
+    module = torch.get_device_module(device)
+    module.synchronize()
+    module.reset_peak_memory_stats(device)
+    before = module.memory_allocated(device)
+    step()
+    module.synchronize()
+    return int(module.max_memory_allocated(device)) - before
+
+
+def planned(f: Compiled) -> int:
+    """The most bytes that forward or backward takes by its plan; what is saved counts in both."""
+    recorders = [program.recorder for program in f.programs]
+    assert len(recorders) == 2
+    return max(r.budget.taken(r.prepared.plan, r.call_compiled_for()) for r in recorders)
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_forward_and_backward_together_stay_within_a_limit(
+    compiled: Callable[..., Compiled], device: torch.device, share: float
+) -> None:
+    step, free = training(compiled, device)
+    expected = step()
+    whole = planned(free)
+    limit = int(whole * share)
+    torch._dynamo.reset()
+    step, f = training(compiled, device, limit)
+    for _ in range(6):
+        gradients = step()
+        are_equal = [torch.equal(a, b) for a, b in zip(gradients, expected, strict=True)]
+        del gradients  # it is alive in no later call
+        assert all(are_equal)
+    assert planned(f) <= limit < whole
+    if not freezes(device):  # where addresses are frozen an arena is there between calls
+        assert taken(step, device) <= limit
+    assert sum(program.counters.replays for program in f.programs) >= 6
+
+
+def test_what_is_within_the_limit_is_compiled_once(
+    compiled: Callable[..., Compiled], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compilations, compile_fx = [], inductor.compile_fx
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        compilations.append(functorch_config.activation_memory_budget)
+        return compile_fx(*args, **kwargs)
+
+    monkeypatch.setattr(inductor, "compile_fx", counted)
+    step, f = training(compiled, device, 1 << 30)
+    step()
+    assert compilations == [1.0] and functorch_config.activation_memory_budget == 1.0
+    limit = planned(f) * 3 // 4
+    torch._dynamo.reset()
+    compilations.clear()
+    step, f = training(compiled, device, limit)
+    step()
+    assert compilations[:2] == [1.0, 0.0] and len(compilations) == 5
+    assert functorch_config.activation_memory_budget == 1.0
+    assert len(f.programs) == 2  # what was tried and not taken is in no report
+
+
+def test_the_lowest_limit_fits(compiled: Callable[..., Compiled], device: torch.device) -> None:
+    """What no share of saving makes small enough raises at the first call, with a limit that fits."""
+    step, _ = training(compiled, device, 1000)
+    with pytest.raises(MemoryLimitError) as caught:
+        step()
+    torch._dynamo.reset()
+    step, f = training(compiled, device, least := caught.value.least)
+    for _ in range(3):
+        step()
+    assert planned(f) <= least
+
+
+def test_a_backward_that_is_called_alone_has_no_more(compiled: Callable[..., Compiled], device: torch.device) -> None:
+    """Another limit for what is compiled: the same is saved, and the backward counts it."""
+    step, f = training(compiled, device)
+    step()
+    whole = planned(f)
+    fxwrap.limit_memory(f.call, whole - 1)
+    try:
+        step()
+    except MemoryLimitError as error:
+        assert error.least >= whole - 1
+    else:
+        assert planned(f) < whole
