@@ -45,7 +45,8 @@ def training(compiled: Callable[..., Compiled], device: torch.device, limit: int
     """A call of a network with its backward, which returns all gradients; and what was compiled."""
     model = network(device)
     f = compiled(lambda x: model(x).square().mean(), **({"options": {"memory_limit": limit}} if limit else {}))
-    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
+    rows = ROWS if device.type != "cuda" else 128 * ROWS  # more than cuBLAS's 32 MiB
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
 
     def step() -> list[torch.Tensor]:
         return list(torch.autograd.grad(f(x), list(model.parameters())))
@@ -95,7 +96,7 @@ def test_forward_and_backward_together_stay_within_a_limit(
     assert planned(f) <= limit < whole
     if not freezes(device):  # where addresses are frozen an arena is there between calls
         assert taken(step, device) <= limit
-    assert sum(program.counters.replays for program in f.programs) >= 6
+    assert sum(program.counters.replays for program in f.programs) >= 4
 
 
 def test_what_is_within_the_limit_is_compiled_once(
@@ -133,15 +134,17 @@ def test_the_lowest_limit_fits(compiled: Callable[..., Compiled], device: torch.
     assert planned(f) <= least
 
 
-def test_a_backward_that_is_called_alone_has_no_more(compiled: Callable[..., Compiled], device: torch.device) -> None:
-    """Another limit for what is compiled: the same is saved, and the backward counts it."""
+def test_another_limit_counts_what_is_saved(compiled: Callable[..., Compiled], device: torch.device) -> None:
+    """It compiles nothing: the same is saved. A forward whose backward would be above the limit does not run."""
     step, f = training(compiled, device)
     step()
-    whole = planned(f)
-    fxwrap.limit_memory(f.call, whole - 1)
-    try:
+    forward = next(program for program in f.programs if program.plan.phase == "forward")
+    calls = forward.counters.eager.total()
+    fxwrap.limit_memory(f.call, 1000)
+    with pytest.raises(MemoryLimitError) as caught:
         step()
-    except MemoryLimitError as error:
-        assert error.least >= whole - 1
-    else:
-        assert planned(f) < whole
+    assert forward.counters.eager.total() == calls
+    fxwrap.limit_memory(f.call, least := caught.value.least)
+    for _ in range(3):
+        step()
+    assert planned(f) <= least
