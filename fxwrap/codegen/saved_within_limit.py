@@ -16,8 +16,9 @@ backward may have to read it again (``passes/memory/rematerialise.py``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from torch._functorch import config
 
@@ -37,31 +38,47 @@ def saved_within_limit(compile_once: Callable[[], Compiled], compilation: Compil
     If no budget is low enough, the one is taken with which least is saved: the first call raises, and says how much
     it takes.
     """
-    already, highest = len(compilation.programs), float(config.activation_memory_budget)
+    highest = float(config.activation_memory_budget)
+    attempts = _Attempts(compile_once, compilation)
+    taken = attempts.at(highest)
+    if taken.within or not highest or all(one.plan.phase != "backward" for one in taken.programs):
+        return taken.compiled
+    taken = attempts.at(0.0)
+    low, high = 0.0, highest
+    for _ in range(_STEPS if taken.within else 0):
+        tried = attempts.at(middle := (low + high) / 2)
+        if tried.within:
+            low, taken = middle, tried
+        else:
+            high = middle
+    compilation.programs[attempts.before :] = taken.programs
+    compilation.not_stored[attempts.not_stored :] = taken.not_stored
+    return taken.compiled
 
-    def compiled_at(budget: float) -> tuple[Compiled, list[Program]]:
-        del compilation.programs[already:]
+
+@dataclass(frozen=True)
+class _Compiled(Generic[Compiled]):
+    """What was compiled with one budget, and whether it is within the limit."""
+
+    compiled: Compiled
+    programs: Sequence[Program]
+    not_stored: Sequence[str]
+    within: bool
+
+
+class _Attempts(Generic[Compiled]):
+    """Compiles with budgets. What an earlier one has added to the compilation is taken out of it."""
+
+    def __init__(self, compile_once: Callable[[], Compiled], compilation: Compilation) -> None:
+        self._compile_once, self._compilation = compile_once, compilation
+        self.before, self.not_stored = len(compilation.programs), len(compilation.not_stored)
+
+    def at(self, budget: float) -> _Compiled[Compiled]:
+        made = self._compilation
+        del made.programs[self.before :], made.not_stored[self.not_stored :]
         with config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True):
-            compiled = compile_once()
-        programs = compilation.programs[already:]
-        log.info("saved for the backward: budget %.3f, within memory_limit: %s", budget, _are_within(programs))
-        return compiled, programs
-
-    compiled, programs = compiled_at(highest)
-    if not highest or all(one.plan.phase != "backward" for one in programs) or _are_within(programs):
-        return compiled
-    compiled, programs = compiled_at(0.0)
-    if _are_within(programs):
-        low, high = 0.0, highest
-        for _ in range(_STEPS):
-            tried = compiled_at(middle := (low + high) / 2)
-            if _are_within(tried[1]):
-                low, (compiled, programs) = middle, tried
-            else:
-                high = middle
-    compilation.programs[already:] = programs
-    return compiled
-
-
-def _are_within(programs: list[Program]) -> bool:
-    return all(one.recorder.is_within_limit() for one in programs)
+            compiled = self._compile_once()
+        programs, not_stored = made.programs[self.before :], made.not_stored[self.not_stored :]
+        within = all(one.recorder.is_within_limit() for one in programs)
+        log.info("saved for the backward: budget %.3f: %s memory_limit", budget, "within" if within else "above")
+        return _Compiled(compiled, programs, not_stored, within)

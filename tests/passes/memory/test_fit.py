@@ -128,6 +128,33 @@ def test_it_is_made_again_of_what_is_still_there() -> None:
     assert_same_numbers(better, gm, maker.inputs)
 
 
+def test_what_a_forward_has_saved_is_in_use_until_it_is_read_last() -> None:
+    """
+    ::
+
+        to_a        a   saved         a backward has it from its begin
+        to_b        a b saved         and its last use frees it
+        to_out        b       out
+    """
+    maker = GraphMaker()
+    x, saved = maker.input("x"), maker.input("saved")
+    a, b, out = (maker.allocate(name=name) for name in ("a", "b", "out"))
+    maker.launch("mix", x, x, a, name="to_a")
+    maker.launch("mix", a, saved, b, name="to_b")
+    maker.launch("mix", b, x, out, name="to_out")
+    gm = maker.finish([out])
+    plan = plan_of(gm)
+    sizes = expected_sizes(gm, plan.facts)
+    assert timeline_of(plan, sizes).in_use.tolist() == [_ONE, 2 * _ONE, 2 * _ONE]
+    timeline = timeline_of(plan, sizes, given={"saved": _ONE})
+    assert timeline.in_use.tolist() == [2 * _ONE, 3 * _ONE, 2 * _ONE]
+    (storage,) = plan.facts.behind_named(["saved"])
+    assert not timeline.is_made(storage)  # nothing makes it again
+    to_b, to_out = timeline.runs[1:]
+    later = timeline.repeated([to_b], to_out)  # which reads it again: it is in use for longer
+    assert later.in_use.tolist() == [2 * _ONE, 3 * _ONE, 3 * _ONE, 2 * _ONE]
+
+
 def test_what_is_made_beside_is_as_it_was_read() -> None:
     """A kernel that makes two values runs again for one of them. Where the other is read, all writes to it run again.
 
