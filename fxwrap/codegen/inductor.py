@@ -127,7 +127,7 @@ def compile_with_inductor(
         request = replace(base, inputs=inputs)
         for feature in around:
             feature.check(gm, inputs.phase)
-        parts = inputs.phase, sorted(inputs.donated), inputs.saved, inputs.names
+        parts = inputs.phase, sorted(inputs.donated), inputs.saved, inputs.names, compilation.keeps_saved
         with extended_cache_key(cache_key(options, devices, *parts)):
             return _compile_program(gm, example_inputs, args, kwargs, request)
 
@@ -262,7 +262,7 @@ def _emitted(
         contexts.enter_context(reads_before_writes())
         if request.options.moves_work:
             contexts.enter_context(versions.one_loop_a_launch())
-        if request.options.memory_limit:
+        if request.compilation is not None and request.compilation.keeps_saved:
             contexts.enter_context(versions.overwriting_nothing_saved())
         handover = contexts.enter_context(requesting(request))
         compiled = compile_fx_inner(gm, example_inputs, *args, **_for_inner(kwargs), fx_wrapper=True)

@@ -9,8 +9,8 @@
 
 AOTAutograd's partitioner decides what is saved, by a budget that is a share of what can be saved. Its bytes, and
 those of the kernels around it, are known when both programs are compiled. So they are compiled until that is known; a
-forward and a backward that are within the limit at once are compiled once. What is saved no kernel writes over: the
-backward may have to read it again (``passes/memory/rematerialise.py``).
+forward and a backward that are within the limit at once are compiled once, as without a limit. In further attempts no
+kernel writes over what is saved: the backward may have to read it again (``passes/memory/rematerialise.py``).
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ _STEPS = 3
 def saved_within_limit(compile_once: Callable[[], Compiled], compilation: Compilation) -> Compiled:
     """Compile until forward and backward are within ``memory_limit`` at the sizes of the example.
 
-    If no budget is low enough, the one is taken with which least is saved: the first call raises, and says how much
-    it takes.
+    If no budget is low enough, that of all and nothing is taken which takes less: the first call raises, and says how
+    much it takes.
     """
     highest = float(config.activation_memory_budget)
     attempts = _Attempts(compile_once, compilation)
-    taken = attempts.at(highest)
-    if taken.within or not highest or all(one.plan.phase != "backward" for one in taken.programs):
-        return taken.compiled
+    first = attempts.at(highest)
+    if first.within or not highest or all(one.plan.phase != "backward" for one in first.programs):
+        return first.compiled
     taken = attempts.at(0.0)
+    if not taken.within:
+        taken = min(first, taken, key=lambda one: one.least)
     low, high = 0.0, highest
     for _ in range(_STEPS if taken.within else 0):
         tried = attempts.at(middle := (low + high) / 2)
@@ -65,16 +67,22 @@ class _Compiled(Generic[Compiled]):
     not_stored: Sequence[str]
     within: bool
 
+    @property
+    def least(self) -> int:
+        """The lowest limit that it keeps."""
+        return max(one.recorder.least_as_compiled() for one in self.programs)
+
 
 class _Attempts(Generic[Compiled]):
     """Compiles with budgets. What an earlier one has added to the compilation is taken out of it."""
 
     def __init__(self, compile_once: Callable[[], Compiled], compilation: Compilation) -> None:
-        self._compile_once, self._compilation = compile_once, compilation
+        self._compile_once, self._compilation, self._tried = compile_once, compilation, False
         self.before, self.not_stored = len(compilation.programs), len(compilation.not_stored)
 
     def at(self, budget: float) -> _Compiled[Compiled]:
         made = self._compilation
+        made.keeps_saved, self._tried = self._tried, True
         del made.programs[self.before :], made.not_stored[self.not_stored :]
         with config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True):
             compiled = self._compile_once()

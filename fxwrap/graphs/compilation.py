@@ -46,6 +46,7 @@ class Compilation:
         callers: the functions made by ``torch.compile`` that were running then.
         skipped: code objects that Dynamo had skipped, and that were running inside of the callers.
         lines: source lines that its graph was traced from (``codegen/store/user_lines.py``); None without a trace.
+        keeps_saved: whether a backward's kernels must not write over what its forward has saved.
         seconds: how long the call of the backend took, without what is compiled later (a backward).
     """
 
@@ -56,6 +57,7 @@ class Compilation:
     callers: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     skipped: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
     lines: Any = None
+    keeps_saved: bool = False
     seconds: float = 0.0
 
     def __post_init__(self) -> None:

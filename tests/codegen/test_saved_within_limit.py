@@ -112,7 +112,12 @@ def test_what_is_within_the_limit_is_compiled_once(
     step, f = training(compiled, device, 1 << 30)
     step()
     assert compilations == [1.0] and functorch_config.activation_memory_budget == 1.0
-    limit = planned(f) * 3 // 4
+    limit = planned(f)
+    torch._dynamo.reset()
+    step, f = training(compiled, device, limit)
+    step()
+    assert compilations == [1.0, 1.0]  # what is taken without a limit is enough of one
+    limit = limit * 3 // 4
     torch._dynamo.reset()
     compilations.clear()
     step, f = training(compiled, device, limit)
