@@ -40,7 +40,7 @@ def saved_within_limit(compile_once: Callable[[], Compiled], compilation: Compil
     """
     highest = float(config.activation_memory_budget)
     attempts = _Attempts(compile_once, compilation)
-    first = attempts.at(highest)
+    first = attempts.at(highest, keeps_saved=False)
     if first.within or not highest or all(one.plan.phase != "backward" for one in first.programs):
         return first.compiled
     taken = attempts.at(0.0)
@@ -77,12 +77,12 @@ class _Attempts(Generic[Compiled]):
     """Compiles with budgets. What an earlier one has added to the compilation is taken out of it."""
 
     def __init__(self, compile_once: Callable[[], Compiled], compilation: Compilation) -> None:
-        self._compile_once, self._compilation, self._tried = compile_once, compilation, False
+        self._compile_once, self._compilation = compile_once, compilation
         self.before, self.not_stored = len(compilation.programs), len(compilation.not_stored)
 
-    def at(self, budget: float) -> _Compiled[Compiled]:
+    def at(self, budget: float, keeps_saved: bool = True) -> _Compiled[Compiled]:
         made = self._compilation
-        made.keeps_saved, self._tried = self._tried, True
+        made.keeps_saved = keeps_saved
         del made.programs[self.before :], made.not_stored[self.not_stored :]
         with config.patch(activation_memory_budget=budget, force_non_lazy_backward_lowering=True):
             compiled = self._compile_once()

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -228,35 +228,28 @@ class Recorder:
                 takes cannot be known.
         """
         provider, present = self.prepared.provider, self.prepared.plan
-        call = self._planned_call(inputs, static)
+        call = provider.planned_call(inputs, static, self._saved_tensors)
         backward = self._backward() if self._backward is not None and not provider.symbols(inputs) else None
+        found, least = None, 0
         try:
-            if backward is not None and not backward.is_within_limit():
-                raise self.budget.does_not_fit(self.memory_limit, backward.least_as_compiled(), present)
-            plan, limit = self.budget.within(self.memory_limit, call, present, self._limit, self.partition)
+            found = self.budget.within(self.memory_limit, call, present, self._limit, self.partition)
         except MemoryLimitError as error:
             if not error.least:
                 raise
+            least = error.least
+        if found is None or (backward is not None and not backward.is_within_limit()):
             with contextlib.suppress(
                 CaptureError
             ):  # count a buffer for each input that may move: then it fits later, too
-                call = self._planned_call(inputs, present.inputs.static | self._saved_tensors)
-            least = max(error.least, self.budget.least(call, present, self.partition))
+                moving = present.inputs.static | self._saved_tensors
+                call = provider.planned_call(inputs, moving, self._saved_tensors)
+            least = max(least, self.budget.least(call, present, self.partition))
             least = max(least, backward.least_as_compiled()) if backward is not None else least
-            raise self.budget.does_not_fit(self.memory_limit, least, present) from None
+            raise self.budget.does_not_fit(self.memory_limit, least, present)
+        plan, limit = found
         if plan is not present:
             self._replace_plan(limit, "planned again within memory_limit", plan)
         specialization.fits = True
-
-    def _planned_call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
-        """See ``MemoryProvider.planned_call``; with what the forward has saved."""
-        call, sharing = self.prepared.provider.planned_call(inputs, static), dict[int, tuple[int, tuple[str, ...]]]()
-        for position in sorted(self._saved_tensors):
-            name, storage = self.prepared.plan.placeholders[position].name, inputs[position].untyped_storage()
-            if name not in call.input_buffers:
-                _, names = sharing.get(storage._cdata, (0, ()))
-                sharing[storage._cdata] = storage.nbytes(), (*names, name)
-        return replace(call, saved=tuple(sharing.values()))
 
     def call_compiled_for(self) -> PlannedCall:
         """A call with the sizes that the program was compiled for."""
@@ -339,7 +332,11 @@ class Recorder:
 
     def _takes_more(self, inputs: Sequence[Any], static: Collection[int]) -> bool:
         prepared = self.prepared
-        taken = self.budget.taken(prepared.plan, self._planned_call(inputs, static)) if self.memory_limit else 0
+        taken = (
+            self.budget.taken(prepared.plan, prepared.provider.planned_call(inputs, static, self._saved_tensors))
+            if self.memory_limit
+            else 0
+        )
         return taken > self.memory_limit
 
     def _try(self, attempt: Attempt) -> Recorded | Refused | Short:

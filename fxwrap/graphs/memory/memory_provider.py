@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -117,16 +117,22 @@ class MemoryProvider:
         """Whether a call may take no more than a limit."""
         return bool(self.budget.nbytes)
 
-    def planned_call(self, inputs: Sequence[Any], static: Collection[int] | None) -> PlannedCall:
+    def planned_call(
+        self, inputs: Sequence[Any], static: Collection[int] | None, saved: Collection[int] = ()
+    ) -> PlannedCall:
         """What memory is planned for.
 
         Args:
             static: positions of inputs whose addresses stay; None for all, as in an eager run.
+            saved: positions of those that a backward's forward has saved; of these a limit counts the bytes.
         """
         if runtime_for(self.program.device).frozen_addresses:
             stay = range(len(inputs)) if static is None else static
-            return PlannedCall(tuple(inputs), self._input_buffers(inputs, stay), True)
-        return PlannedCall(tuple(inputs), {}, False, tuple(self._donated(inputs)))
+            buffers = self._input_buffers(inputs, stay)
+            there = (p for p in saved if self.program.placeholders[p].name not in buffers)
+            return PlannedCall(tuple(inputs), buffers, True, saved=self._shared(inputs, _by_storage(inputs, there)))
+        of_forward = self._shared(inputs, _by_storage(inputs, saved))
+        return PlannedCall(tuple(inputs), {}, False, self._donated(inputs), of_forward)
 
     def symbols(self, inputs: Sequence[Any]) -> Mapping[Any, int]:
         """The sizes of a call, by symbol."""
@@ -228,10 +234,7 @@ class MemoryProvider:
 
     def _donated_positions(self, inputs: Sequence[Any], static: Collection[int]) -> Mapping[int, Sequence[int]]:
         """Positions of donated inputs that are not copied, by the handle of their storage."""
-        positions: dict[int, list[int]] = defaultdict(list)
-        for position in self.program.inputs.donated.intersection(static):
-            positions[inputs[position].untyped_storage()._cdata].append(position)
-        return positions
+        return _by_storage(inputs, self.program.inputs.donated.intersection(static))
 
     def _live_outputs(
         self, arena: Arena, donated: Mapping[int, Sequence[int]]
@@ -255,16 +258,22 @@ class MemoryProvider:
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         return self.budget.sized(self.program, self.planned_call(inputs, static))
 
-    def _donated(self, inputs: Sequence[Any]) -> Iterator[tuple[int, tuple[str, ...]]]:
+    def _donated(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""
-        sharing: dict[int, list[int]] = defaultdict(list)
-        for position, value in enumerate(inputs):
-            if isinstance(value, torch.Tensor) and has_address(value):
-                sharing[value.untyped_storage()._cdata].append(position)
-        for positions in sharing.values():
-            if self.program.inputs.donated.issuperset(positions):
-                nbytes = inputs[positions[0]].untyped_storage().nbytes()
-                yield nbytes, tuple(self.program.placeholders[p].name for p in positions)
+        sharing = _by_storage(inputs, range(len(inputs)))
+        return self._shared(
+            inputs, {h: ps for h, ps in sharing.items() if self.program.inputs.donated.issuperset(ps)}
+        )
+
+    def _shared(
+        self, inputs: Sequence[Any], sharing: Mapping[int, Sequence[int]]
+    ) -> tuple[tuple[int, tuple[str, ...]], ...]:
+        """The bytes of each storage, and the inputs that share it."""
+        names = [node.name for node in self.program.placeholders]
+        return tuple(
+            (inputs[positions[0]].untyped_storage().nbytes(), tuple(names[p] for p in positions))
+            for positions in sharing.values()
+        )
 
     def _numbers(self, inputs: Sequence[Any]) -> dict[Node, Any]:
         return evaluate_sizes(self.program.graph, dict(zip(self.program.placeholders, inputs, strict=True)))
@@ -282,3 +291,13 @@ class MemoryProvider:
                 )
             buffers[node.name] = (value.device, reach(value))
         return buffers
+
+
+def _by_storage(inputs: Sequence[Any], positions: Iterable[int]) -> dict[int, list[int]]:
+    """The positions of inputs that have memory, in order, by the handle of their storage."""
+    sharing: dict[int, list[int]] = defaultdict(list)
+    for position in sorted(positions):
+        value = inputs[position]
+        if isinstance(value, torch.Tensor) and has_address(value):
+            sharing[value.untyped_storage()._cdata].append(position)
+    return sharing
