@@ -86,6 +86,12 @@ class Options:
         minimum=1,
         compiling=True,
     )
+    lanes: int = _option(
+        0,
+        "how much of a call may run at the same time, on threads of the CPU: 1 for one node after the other, 0 for "
+        "as much as torch has threads",
+        minimum=0,
+    )
     inputs_apart: bool = _option(
         False,
         "inputs that a program writes share no memory with others, so that more of its work can change places; a "

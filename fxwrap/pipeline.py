@@ -46,7 +46,7 @@ from .passes.memory.bodies import workspace_of
 from .passes.memory.fit import fit_memory
 from .passes.memory.gathers import gather_again
 from .passes.memory.order import order_for_memory
-from .passes.memory.planner import bytes_of_call, plan_pair, plan_program, unmeasured_calls
+from .passes.memory.planner import WorkInLanes, bytes_of_call, plan_pair, plan_program, unmeasured_calls
 from .passes.memory.requirements import Requirements, expected_sizes
 from .passes.partition.capturability import DECIDED_ON_HOST, FROZEN_ADDRESS_RULES, judge, main_device
 from .passes.partition.cost_model import apply_cost_model
@@ -54,7 +54,7 @@ from .passes.partition.cut import NEGLIGIBLE, cut
 from .passes.partition.export import CompilePartition, replace_partitions
 from .passes.rewrites.body_memory import place_bodies
 from .passes.rewrites.shared_views import share_views
-from .passes.verify import verify_bodies, verify_memory, verify_same_results, verify_schedule
+from .passes.verify import verify_bodies, verify_lanes, verify_memory, verify_same_results, verify_schedule
 from .plan import (
     InputFacts,
     MemoryPlan,
@@ -119,6 +119,7 @@ def _check_memory(memory: MemoryPlan, sized: SizedProgram) -> None:
     donated = {plan.placeholders[position].name for position in plan.inputs.donated}
     workspace = {node: own.workspace_bytes for node, own in sized.operators.items()}
     verify_memory(plan.graph, plan.schedule, plan.facts, memory, sized.symbol_values, replaced, donated, workspace)
+    verify_lanes(plan.graph, plan.schedule, plan.facts, memory, plan.device.type if plan.inputs.apart else "")
 
 
 # -- running stages -------------------------------------------------------------------------------------------
@@ -244,9 +245,16 @@ class HostGraphPlanner:
         previous: MemoryPlan | None = None,
     ) -> MemoryPlan:
         with stage("memory", self.took):
-            memory = plan_program(sized, reserved, hint, previous)
+            memory = plan_program(sized, reserved, hint, previous, self._in_lanes(sized))
             _check_memory(memory, sized)
         return memory
+
+    def _in_lanes(self, sized: SizedProgram) -> WorkInLanes | None:
+        """What decides which work runs at the same time; None where nothing does, and within a limit of bytes."""
+        plan, options = sized.plan, self.options
+        if sized.lanes < 2 or sized.frozen or plan.graph is not self.graph or options.memory_limit:
+            return None
+        return WorkInLanes(sized.lanes, self._analysis[2], (options.peak_budget, NEGLIGIBLE))
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
         return bytes_of_call(sized, self.plan_memory(sized) if sized.frozen else None, in_pool)

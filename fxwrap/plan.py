@@ -261,6 +261,38 @@ class Workspace:
 
 
 @dataclass(frozen=True)
+class Lanes:
+    """Work that may run at the same time: consecutive nodes of a schedule, each in a lane.
+
+    ::
+
+        schedule   a  b  c  d  e  f
+
+        lane 0     a     c  d     f        d waits for b
+        lane 1        b        e           f waits for e
+
+    In a lane one node runs after the other, in the order of the schedule. What comes before all of them has ended
+    when they begin, and they have ended before the rest begins. This holds over one memory plan, where storages that
+    share bytes are in use one after the other, too.
+
+    Attributes:
+        lane_of: the lane of each node, by name; in the order of the schedule.
+        waits_for: nodes of other lanes that have to have ended before a node runs, by name, where there are any.
+            Nodes for which it waits already by these, or by what comes before it in its lane, are left out.
+        serial, beside: the estimated time of all nodes one after the other, and in lanes, in microseconds.
+    """
+
+    lane_of: Mapping[str, int]
+    waits_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    serial: float = 0.0
+    beside: float = 0.0
+
+    @property
+    def count(self) -> int:
+        return max(self.lane_of.values(), default=-1) + 1
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
     """The place of every storage of a recording.
 
@@ -279,6 +311,7 @@ class MemoryPlan:
             the sum of their lower bounds.
         plain: the bytes that separate allocations without any reuse take.
         workspaces: where calls' workspace lies, by node, as far as it is planned.
+        lanes: work that may run at the same time over this memory, in the order of the schedule.
     """
 
     places: tuple[Place, ...]
@@ -290,6 +323,7 @@ class MemoryPlan:
     lower_bound: int = 0
     plain: int = 0
     workspaces: Mapping[str, Workspace] = field(default_factory=dict)
+    lanes: tuple[Lanes, ...] = ()
 
     @functools.cached_property
     def arenas(self) -> Mapping[torch.device, Region]:
@@ -483,6 +517,7 @@ class SizedProgram:
             it.
         workspace: bytes of workspace that calls have at these sizes, by node, where the plan does not know them.
         operators: what captured calls allocate at these sizes, by node, as far as the plan has a place for it.
+        lanes: how much of a call may run at the same time.
     """
 
     plan: ProgramPlan
@@ -492,6 +527,7 @@ class SizedProgram:
     donated: tuple[tuple[int, tuple[str, ...]], ...] = ()
     workspace: Mapping[str, int] = field(default_factory=dict)
     operators: Mapping[str, OperatorMemory] = field(default_factory=dict)
+    lanes: int = 1
 
 
 # The intervals of each device's arena that live outputs of other recordings occupy.

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from kernel_cache import kernel_cache, remove_halves
 
@@ -46,6 +47,7 @@ from fxwrap.graphs.memory.shared_state import SHARED
 from fxwrap.graphs.policy.counters import Counters
 from fxwrap.graphs.record.recording_builder import RecordingBuilder
 from fxwrap.graphs.replay.recording import Recording
+from fxwrap.passes.memory import lanes
 from fxwrap.testing.simulated import SIMULATED
 
 # What is tested is compiled: tests/codegen/test_caches.py has the caches.
@@ -170,6 +172,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--device", choices=sorted(DEVICES), help="run the tests that have a device on this one, and no others"
     )
     parser.addoption(
+        "--lanes",
+        type=int,
+        default=1,
+        help="run with so many threads, and all work in lanes that may be, whether or not it takes less time",
+    )
+    parser.addoption(
         "--no-simulated",
         action="store_true",
         help="do not run on the simulated device what --device hostsim runs, too (torch before 2.13 has no hostsim)",
@@ -245,8 +253,25 @@ def assert_nothing_captures(device: torch.device) -> None:
         assert torch.ones(3, device=device).sum().item() == 3
 
 
+@contextlib.contextmanager
+def all_in_lanes(threads: int = 2) -> Iterator[None]:
+    """So many threads, and work in lanes wherever it may be, whether or not that is estimated to take less time.
+
+    Kernels have no threads of their own. (Several add up an embedding's gradient in any order, in Inductor's own
+    wrapper, too.)
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    everywhere = mock.patch.multiple(lanes, _FORK=0.0, _EDGE=0.0, _WORTH=float("inf"))
+    try:
+        with torch._inductor.config.patch({"cpp.threads": 1}), everywhere:
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
+def fresh(request: pytest.FixtureRequest) -> Iterator[None]:
     torch._dynamo.reset()
     torch.manual_seed(0)
     # Several threads add up an embedding's gradient in any order, in Inductor's own wrapper, too.
@@ -256,7 +281,10 @@ def fresh() -> Iterator[None]:
     if hasattr(torch._dynamo.eval_frame, "set_eval_frame_override"):
         torch._dynamo.eval_frame.set_eval_frame_override(torch._C._dynamo.eval_frame._EvalFrameOverride.NONE)
     # Before torch 2.13, threads that call what is compiled with dynamic=True can leave Dynamo's settings changed.
-    with torch._dynamo.config.patch(assume_static_by_default=True):
+    with contextlib.ExitStack() as around:
+        around.enter_context(torch._dynamo.config.patch(assume_static_by_default=True))
+        if (threads := request.config.getoption("--lanes")) > 1:
+            around.enter_context(all_in_lanes(threads))
         yield
     torch._dynamo.reset()
 

@@ -163,6 +163,7 @@ class Prepared:
                 options.max_memory,
                 budget,
                 class_for(options, ARENAS, Arena),
+                options.lanes,
             ),
         )
 

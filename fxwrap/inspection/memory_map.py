@@ -16,7 +16,7 @@ from ..packing import Buffer, plan_memory
 from ..packing.reserved import alive_at_steps, most_alive
 from ..passes.memory.planner import Prediction, predict_memory
 from ..passes.memory.requirements import Requirements, node_with
-from ..plan import Home, MemoryPlan, ProgramPlan, SizedProgram
+from ..plan import Home, Lanes, MemoryPlan, ProgramPlan, SizedProgram
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,27 @@ class ArenaData:
 
 
 @dataclass(frozen=True)
+class LanesData:
+    """Work of a call that runs at the same time (``plan.Lanes``).
+
+    Attributes:
+        nodes: by lane, in order.
+        waits: how many nodes wait for other lanes.
+        one_after_the_other_us, in_lanes_us: estimates.
+    """
+
+    nodes: tuple[tuple[str, ...], ...]
+    waits: int
+    one_after_the_other_us: float
+    in_lanes_us: float
+
+    @classmethod
+    def of(cls, lanes: Lanes) -> LanesData:
+        nodes = tuple(tuple(n for n, own in lanes.lane_of.items() if own == lane) for lane in range(lanes.count))
+        return cls(nodes, len(lanes.waits_for), lanes.serial, lanes.beside)
+
+
+@dataclass(frozen=True)
 class MemoryData:
     """The newest plan, at concrete sizes, in bytes.
 
@@ -88,6 +109,7 @@ class MemoryData:
         predicted: the memory of a call by device; that of a forward and its backward together is in the forward.
         predicted_with: "alone", or the phase of the other graph that the prediction includes.
         steps: the number of steps.
+        lanes: what runs at the same time over this memory.
     """
 
     arena_bytes: int
@@ -108,6 +130,7 @@ class MemoryData:
     storages: tuple[StorageData, ...]
     peak: PeakData | None
     copies: tuple[CopyData, ...]
+    lanes: tuple[LanesData, ...] = field(default=(), metadata={"added": ()})
 
 
 def predictions(program: Program) -> tuple[Prediction, ...]:
@@ -160,6 +183,7 @@ def memory_data(program: Program, plan: ProgramPlan, sized: SizedProgram | None,
         storages=storages,
         peak=_peak(storages, plan.schedule),
         copies=_copies(program, sized, memory),
+        lanes=tuple(map(LanesData.of, memory.lanes)),
     )
 
 

@@ -136,6 +136,11 @@ def _memory(graph: GraphData, memory: MemoryData) -> RenderableType:
     symbolic = {name: size for name, size in graph.sizes.items() if not size.isdigit()}
     if symbolic:
         lines.append(f"bytes by shape: {', '.join(f'{name} {n}' for name, n in symbolic.items())}")
+    lines += [
+        f"at the same time, in {len(one.nodes)} lanes: {sum(map(len, one.nodes))} nodes ({one.waits} wait for "
+        f"another lane), estimated {one.in_lanes_us:.0f} us; one after the other {one.one_after_the_other_us:.0f} us"
+        for one in memory.lanes
+    ]
     lines += _peak(memory)
     lines += [f"every replay copies {c.what} {c.name}: {c.bytes:,} bytes" for c in memory.copies]
     lines += _prediction(memory)

@@ -85,8 +85,8 @@ def _load() -> NativeReplay:
     return NativeReplay(library, _gemms())
 
 
-def _gemms() -> tuple[int, int] | None:
-    """The gemm of the BLAS in torch's library, if it is exported. Elsewhere than on x86 ATen has several."""
+def _gemms() -> tuple[int, int, int] | None:
+    """``NativeReplay.gemms``: of the BLAS in torch's library, if exported. Elsewhere than on x86 ATen has several."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
@@ -94,7 +94,9 @@ def _gemms() -> tuple[int, int] | None:
         first, second = (ctypes.cast(gemm, ctypes.c_void_p).value for gemm in (torch_cpu.sgemm_, torch_cpu.dgemm_))
     except (OSError, AttributeError):
         return None
-    return (first, second) if first and second else None
+    threads = getattr(torch_cpu, "MKL_Set_Num_Threads_Local", None)
+    address = ctypes.cast(threads, ctypes.c_void_p).value if threads is not None else 0
+    return (first, second, address or 0) if first and second else None
 
 
 def _flags() -> tuple[str, ...]:
@@ -106,4 +108,4 @@ def _flags() -> tuple[str, ...]:
     common = (*common, *shlex.split(os.environ.get("FXWRAP_NATIVE_FLAGS", "")))  # a sanitizer's: make sanitize
     if platform.system() == "Darwin":
         return (*common, "-undefined", "dynamic_lookup")
-    return (*common, f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10")
+    return (*common, "-fopenmp", f"-L{lib}", "-ltorch_python", "-ltorch_cpu", "-lc10")

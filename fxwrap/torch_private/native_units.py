@@ -32,7 +32,7 @@ class Unit(Protocol):
     If the call does not satisfy its guards, it does nothing and returns ``missed``.
 
     Attributes:
-        failed: the position of the step in which the last call raised; -1 if it did not raise.
+        failed: the line, in the listing, of the step in which the last call raised; -1 if it did not raise.
         used: the value of ``clock`` at the last call.
         abandoned: whether this process was forked while another thread was in a call, which nobody will end here.
     """
@@ -59,12 +59,12 @@ class NativeReplay:
     Attributes:
         library: a function for each kind of operand, for each ``NATIVE`` of a step (which returns None if it cannot
             do it with such operands), and ``unit``.
-        gemms: the addresses of the functions with which ATen multiplies matrices of float32 and of float64; None if
-            they are unknown.
+        gemms: the addresses of the functions with which ATen multiplies matrices of float32 and of float64, and of
+            MKL's function that sets how many threads it uses (0 if there is none); None if they are unknown.
     """
 
     library: Any
-    gemms: tuple[int, int] | None = None
+    gemms: tuple[int, int, int] | None = None
 
     @property
     def missed(self) -> object:

@@ -267,6 +267,7 @@ def changes() -> dict[str, Callable[[pytest.MonkeyPatch], dict[str, Any]]]:
         "min_launches": option(min_launches=2),
         "peak_budget": option(peak_budget=1.5),
         "copy_outputs": option(copy_outputs=True),
+        "lanes": option(lanes=1),
         "max_memory": option(max_memory=1 << 30),
         "a predicate": option(eager_ops=(fxwrap.EagerRule("why", predicate=lambda node: None),)),
         "codegen": option(codegen=Renamed),

@@ -131,6 +131,7 @@ OPTIONS: tuple[tuple[str, tuple[Any, ...]], ...] = (
     ("eager_ops", (("aten::mm",), ("aten::addmm",), ("fxwrap_fuzz::both_",), ("fxwrap_fuzz::scale_",))),
     ("peak_budget", (4.0,)),
     ("min_launches", (2,)),
+    ("lanes", (1, 3)),
 )
 
 

@@ -13,6 +13,7 @@ short run; ``--minutes`` ends a long one. Exit code 1 if anything differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import sys
 import time
@@ -24,7 +25,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from conftest import DEVICES, launches_compared  # noqa: E402
+from conftest import DEVICES, all_in_lanes, launches_compared  # noqa: E402
 from sequences import (  # noqa: E402
     DifferenceError,
     Pool,
@@ -45,12 +46,14 @@ def main() -> int:
     parser.add_argument("--pool", type=int, default=40, help="programs that sequences are drawn over")
     parser.add_argument("--seed", type=int, default=0, help="of the pool")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no sequence after so many")
+    parser.add_argument("--lanes", type=int, default=1, help="threads, with all work in lanes that may be")
     parser.add_argument("--shrink", action="store_true", help="make what differs small, and print it as a program")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    in_lanes = all_in_lanes(given.lanes) if given.lanes > 1 else contextlib.nullcontext()
     warnings.simplefilter("ignore")
     begin, calls, differences, done = time.monotonic(), 0, [], 0
-    with DEVICES[given.device]() as device, torch_settings(), launches_compared():
+    with DEVICES[given.device]() as device, torch_settings(), launches_compared(), in_lanes:
         pool = Pool(device, given.seed)
         for number in range(given.first, given.first + given.sequences):
             if time.monotonic() - begin > 60 * given.minutes:

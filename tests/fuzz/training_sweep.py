@@ -13,6 +13,7 @@ if anything differs.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import random
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
 import torch  # noqa: E402
-from conftest import DEVICES, launches_compared  # noqa: E402
+from conftest import DEVICES, all_in_lanes, launches_compared  # noqa: E402
 from training import DifferenceError, OurSide, differs, random_training, run, shrunk  # noqa: E402
 from written import WrittenSide  # noqa: E402
 
@@ -44,14 +45,16 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=100)
     parser.add_argument("--first", type=int, default=0, help="number of the first program")
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no program after so many")
+    parser.add_argument("--lanes", type=int, default=1, help="threads, with all work in lanes that may be")
     parser.add_argument("--shrink", action="store_true", help="make what differs small, and print it")
     parser.add_argument("--show", action="store_true", help="print each program before it runs")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    in_lanes = all_in_lanes(given.lanes) if given.lanes > 1 else contextlib.nullcontext()
     warnings.simplefilter("ignore")
     side = WrittenSide if given.form == "written" else OurSide
     begin, calls, replays, refused, done, differences = time.monotonic(), 0, 0, 0, 0, []
-    with DEVICES[given.device]() as device, launches_compared():
+    with DEVICES[given.device]() as device, launches_compared(), in_lanes:
         for number in range(given.first, given.first + given.programs):
             if time.monotonic() - begin > 60 * given.minutes:
                 break

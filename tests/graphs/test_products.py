@@ -51,16 +51,19 @@ class Multiplier:
 
     Attributes:
         calls: of gemm, of which the first is the trial.
+
+    Args:
+        threads: the address of the function that sets how many threads the BLAS has; 0 for none.
     """
 
-    def __init__(self, operands: int, wrong: bool = False, **factors: float) -> None:
+    def __init__(self, operands: int, wrong: bool = False, threads: int = 0, **factors: float) -> None:
         self.calls = 0
         library, self._wrong = _library(), wrong
         assert library.gemms is not None
         # The functions live as long as this.
-        self._gemms = tuple(_GEMM(self._counted(_GEMM(address))) for address in library.gemms)
+        self._gemms = tuple(_GEMM(self._counted(_GEMM(address))) for address in library.gemms[:2])
         addresses = tuple(ctypes.cast(gemm, ctypes.c_void_p).value for gemm in self._gemms)
-        library = dataclasses.replace(library, gemms=addresses)  # type: ignore[arg-type]
+        library = dataclasses.replace(library, gemms=(*addresses, threads))  # type: ignore[arg-type]
         locals_ = [Local(f"v{i}") for i in range(operands + 1)]
         loads = [steps.Load(Register(i), False, results=(local,)) for i, local in enumerate(locals_)]
         kwargs: dict[str, Operand] = {name: Bound(factor) for name, factor in factors.items()}
@@ -103,6 +106,49 @@ class Multiplier:
         assert list(out.untyped_storage()) == list(expected.untyped_storage())
         assert out._version - versions[0] == expected._version - versions[1]
         return self.calls > before
+
+
+@blas
+def test_a_small_product_has_one_thread_of_the_blas() -> None:
+    """
+    ::
+
+        torch has 2 threads       trial: operator, BLAS with 2 threads, BLAS with 1: the same bits
+                                  calls: 1 thread, then what it was before
+        torch has 3 threads       the BLAS has all of them: with so many nobody has tried
+    """
+    set_to = list[int]()
+
+    def threads(number: int) -> int:
+        set_to.append(number)
+        return 7
+
+    function = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(threads)
+    torch.set_num_threads(2)
+    try:
+        multiplier = Multiplier(2, threads=ctypes.cast(function, ctypes.c_void_p).value or 0)
+        a, b, out = torch.randn(8, 32), torch.randn(32, 8), torch.empty(8, 8)
+        for _ in range(2):
+            assert multiplier.same(a, b, out)
+        assert set_to == [1, 7] * 3 and multiplier.calls == 4
+        torch.set_num_threads(3)
+        assert multiplier.same(a, b, out) and set_to == [1, 7] * 3
+    finally:
+        torch.set_num_threads(1)
+
+
+@blas
+def test_with_several_threads_products_have_the_bits_of_the_operator() -> None:
+    """Whatever MKL does with them; the number of threads that MKL has afterwards is what it was."""
+    torch.set_num_threads(2)
+    try:
+        for rows, inner, columns in ((8, 8, 8), (1, 64, 64), (32, 32, 32), (5, 700, 9), (64, 64, 64), (3, 4096, 2)):
+            multiplier = Multiplier(2, threads=_library().gemms[2])
+            for _ in range(3):
+                operands = torch.randn(rows, inner), torch.randn(inner, columns), torch.empty(rows, columns)
+                multiplier.same(*operands)
+    finally:
+        torch.set_num_threads(1)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -59,8 +59,9 @@ class Estimate:
 
     def is_for(self, sized: SizedProgram) -> bool:
         """Whether a recording of ``sized``, at the estimate's sizes and without frozen addresses, can use it."""
-        same = self.sized.donated == sized.donated and self.sized.workspace == sized.workspace
-        return self.sized.plan is sized.plan and same
+        own = self.sized
+        same = (own.donated, own.workspace, own.lanes) == (sized.donated, sized.workspace, sized.lanes)
+        return own.plan is sized.plan and same
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class MemoryProvider:
         budget: the most bytes that a call may take. If there is such a limit, no memory is kept for later calls, and
             arenas are no larger than needed.
         arena_class: the class of their arenas.
+        lanes: the most work that a call does at the same time; 0 for as much as torch has threads.
     """
 
     planner: Planner
@@ -111,6 +113,7 @@ class MemoryProvider:
     max_memory: int
     budget: Budget
     arena_class: type[Arena] = Arena
+    lanes: int = 0
 
     @property
     def limited(self) -> bool:
@@ -256,7 +259,8 @@ class MemoryProvider:
         return hint
 
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
-        return self.budget.sized(self.program, self.planned_call(inputs, static))
+        sized = self.budget.sized(self.program, self.planned_call(inputs, static))
+        return sized if sized.frozen else replace(sized, lanes=self.lanes or torch.get_num_threads())
 
     def _donated(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""

@@ -36,6 +36,7 @@ from ..replay.recording import Recording, RecordingRequest, RecordingResources, 
 from ..replay.steps import CallOperator, CallPython, ReplayGraph, Resize, Step, Store
 from .capture import capture_graph, nodes_with_workspaces
 from .flat import FlatBuilder, PostProcessing, Resizes
+from .lanes import in_lanes
 from .layout import Layout
 from .nested import InGraph
 from .outputs import Outputs
@@ -234,7 +235,8 @@ class RecordingBuilder:
         if not self._freezes_addresses:
             # The CPU's graph calls the flat function on the same registers, so that ``run`` and the steps, which a
             # native unit runs, do the same.
-            part = dataclasses.replace(flat, run=part.run, below_autograd=True)
+            lanes = in_lanes(flat.steps, self.request.memory.lanes)
+            part = dataclasses.replace(flat, run=part.run, below_autograd=True, lanes=lanes)
         self._parts.append(part)
         if self._freezes_addresses:
             # Results that operators allocate during capture keep their addresses, so later work may bind them. The

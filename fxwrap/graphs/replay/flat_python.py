@@ -15,6 +15,21 @@ from .steps import Range, Step
 
 
 @dataclass(frozen=True)
+class StepsInLanes:
+    """Consecutive steps of a part, each in a lane (``plan.Lanes``).
+
+    Attributes:
+        begin: the position of the first.
+        lanes: the lane of each.
+        waits: for each, (a lane, how many of its steps have to have ended before this one begins).
+    """
+
+    begin: int
+    lanes: Sequence[int]
+    waits: Sequence[Sequence[tuple[int, int]]]
+
+
+@dataclass(frozen=True)
 class Part:
     """One piece of a replay. ``of`` makes it of steps.
 
@@ -23,6 +38,7 @@ class Part:
         steps, result: the steps and the returned operand.
         name: the name of its range in profiles; empty if it has none.
         below_autograd: whether a unit runs the steps below autograd; ``run`` does so itself.
+        lanes: steps that a unit may run at the same time; ``run`` does not.
         give_back, source, nodes: see ``as_python``.
     """
 
@@ -31,6 +47,7 @@ class Part:
     result: Operand = None
     name: str = ""
     below_autograd: bool = False
+    lanes: Sequence[StepsInLanes] = ()
     give_back: Callable[[], object] | None = None
     source: str = ""
     nodes: Mapping[int, Node] = field(default_factory=dict)

@@ -9,7 +9,7 @@ import operator
 from collections.abc import Sequence
 
 from ...torch_private.native_units import CannotReplay, NativeReplay, NativeStep, Unit, Value
-from .flat_python import Part
+from .flat_python import Part, StepsInLanes
 from .guards import Description
 from .operands import LITERALS, Bound, Listing, Local, Operand, Register
 from .steps import Drop, Load, Loop, Nested, Range, Step, Store, indent_below
@@ -29,6 +29,8 @@ class Lowering:
         self._native, self._description = native, description
         self._listing, self._indent = Listing(), ""
         self._inner: list[NativeStep] | None = None  # the steps of the block that is being lowered
+        # Slots of inputs that are dropped in lanes: it needs the interpreter's lock, and is done behind them.
+        self._after_lanes: list[int] | None = None
         self._count = registers  # of slots
         self._used, self._dropped = set[int](), set[int]()
         self._result: Operand = None
@@ -44,7 +46,13 @@ class Lowering:
         self._slots, self._borrowed, self._result = {}, set(), part.result
         self._go_below_autograd(part.below_autograd)
         self._begin_range(part.name)
-        for step in part.steps:
+        position = 0
+        for lanes in part.lanes:
+            for step in part.steps[position : lanes.begin]:
+                self._lower(step)
+            position = lanes.begin + len(lanes.lanes)
+            self._lower_in_lanes(part.steps[lanes.begin : position], lanes)
+        for step in part.steps[position:]:
             self._lower(step)
         self._begin_range("")
 
@@ -82,7 +90,8 @@ class Lowering:
                     slot = self._slots[local]
                     if local not in self._borrowed and self._stored.get(local) != slot:
                         self._dropped.add(slot)
-                        self._append(library.drop(slot))
+                        later = self._after_lanes if slot < self._description.inputs else None
+                        self._append(library.drop(slot)) if later is None else later.append(slot)
             case Nested():
                 line = len(self._description.listing)
                 self._append(self._made(step), line)
@@ -90,6 +99,25 @@ class Lowering:
                 if step.may_retry:
                     self._description.may_retry.append(len(self._description.steps))
                 self._append(self._made(step))
+
+    def _lower_in_lanes(self, own: Sequence[Step], lanes: StepsInLanes) -> None:
+        """Lower steps to one that runs them in lanes; one after the other, if one of them needs Python."""
+        members, lines = list[list[NativeStep]](), list[int]()
+        self._after_lanes = []
+        for step, lane in zip(own, lanes.lanes, strict=True):
+            self._inner = []
+            self._lower(step)
+            members.append(self._inner)
+            lines.append(len(self._description.listing) - 1)
+            self._description.listing[-1] += f"  # lane {lane}"
+        self._inner = None
+        together = self._native.library.lanes(members, lanes.lanes, lanes.waits, lines)
+        separate = [(one, line) for inner, line in zip(members, lines, strict=True) for one in inner]
+        for one, line in separate if together is None else [(together, lines[0])]:
+            self._append(one, line)
+        for slot in self._after_lanes:
+            self._append(self._native.library.drop(slot))
+        self._after_lanes = None
 
     def _begin_range(self, name: str) -> None:
         self._description.ranges.append((len(self._description.steps), name))

@@ -161,7 +161,6 @@ class Recording:
         self._used = next_use()
         self.unit: Unit | None = None
         self.listing: Sequence[str] = ()
-        self._lines: Sequence[int] = ()
         self._watched_outputs = WatchedOutputs()
         self._liveness: LivenessGuard | None = None
         self._retire: Callable[[], object] = lambda: None  # until ``watch`` has run
@@ -263,7 +262,7 @@ class Recording:
             self.unit = make_unit(native, replay.parts, len(replay.registers), described)
         except CannotReplay as error:
             return str(error)
-        self.listing, self._lines = described.listing, described.lines
+        self.listing = described.listing
         self._tell_unit()
         return ""
 
@@ -391,7 +390,7 @@ class Recording:
     def failed_natively(self, error: BaseException) -> None:
         """Add the failed step to an error that the unit raised."""
         if self.unit is not None and self.unit.failed >= 0 and hasattr(error, "add_note"):  # from Python 3.11 on
-            error.add_note(f"fxwrap: raised by {self.listing[self._lines[self.unit.failed]]}")
+            error.add_note(f"fxwrap: raised by {self.listing[self.unit.failed]}")
 
 
 # A counter that stamps each use: the lowest stamp is the least recent use.

@@ -43,7 +43,7 @@ def order_for_memory(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping
 def reordered(plan: ProgramPlan, dependencies: nx.DiGraph, sizes: Mapping[int, int]) -> ProgramPlan:
     """The plan with the nodes of captured partitions in the order of ``least_memory``, whatever its peak is."""
     made = _made(plan, sizes)
-    before = _work_before(plan, dependencies)
+    before = work_before(plan, dependencies)
     partitions = tuple(_ordered(plan, partition, before, made) for partition in plan.partitions)
     return replace(plan, cut=replace(plan.cut, partitions=partitions))
 
@@ -59,7 +59,7 @@ def _peak(plan: ProgramPlan, sizes: Mapping[int, int]) -> int:
     return Lifetimes.of([*used, stays]).peak(made)
 
 
-def _work_before(plan: ProgramPlan, dependencies: nx.DiGraph) -> dict[Node, set[Node]]:
+def work_before(plan: ProgramPlan, dependencies: nx.DiGraph) -> dict[Node, set[Node]]:
     """The scheduled nodes that each one has to follow, directly or through views, sizes and checks."""
     scheduled, before = set(plan.schedule), dict[Node, set[Node]]()
     for node in dependencies:  # in program order

@@ -6,15 +6,16 @@ Where addresses are frozen, storages get offsets in an arena. On the CPU they ge
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from ...errors import PlanError
 from ...host_graph.nodes import operator_name
+from ...host_graph.sizes import symbols_at
 from ...host_graph.storages import Origin
 from ...packing import Buffer, Placement, Reserved, plan_memory
 from ...packing.allocators import BLOCK, taken_on
@@ -32,7 +33,11 @@ from ...plan import (
     Workspace,
 )
 from ..analysis.saved_tensors import saved_tensors
-from .requirements import Requirements, node_with
+from .lanes import Piece, choose_lanes, pieces_of, stretched
+from .requirements import Requirements, expected_sizes, node_with
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 _CPU = torch.device("cpu")
 # Alignment in bytes. CPU: a cache line, for wide vector loads. Accelerators: that of their caching allocators.
@@ -44,10 +49,12 @@ def plan_program(
     reserved: Reservations = MappingProxyType({}),
     hint: PlacementHint | None = None,
     previous: MemoryPlan | None = None,
+    lanes: WorkInLanes | None = None,
 ) -> MemoryPlan:
     """Plan one recording of a program.
 
     Args:
+        lanes: what may run at the same time on the CPU.
         reserved: bytes of arenas that live outputs of other recordings occupy.
         hint: offsets from a joint plan; followed where no reserved bytes are in the way.
         previous: the newest plan; the packer first stacks the buffers in its order of offsets.
@@ -58,7 +65,7 @@ def plan_program(
     requirements = Requirements.of(sized)
     if sized.frozen:
         return _plan_arenas(requirements, reserved, hint, previous)
-    return _plan_calls(requirements)
+    return _plan_calls_in_lanes(sized, requirements, lanes) or _plan_calls(requirements)
 
 
 def _plan_arenas(
@@ -87,25 +94,130 @@ def _plan_arenas(
     return replace(plan, peak=plan.size, lower_bound=bound, plain=plain, workspaces=workspaces)
 
 
-def _plan_calls(requirements: Requirements) -> MemoryPlan:
+@dataclass(frozen=True)
+class WorkInLanes:
+    """What decides how much of a call runs at the same time.
+
+    Attributes:
+        count: the most lanes.
+        dependencies: of the program's graph.
+        budget: how many times the memory of one lane several may take, and bytes that do not matter.
+    """
+
+    count: int
+    dependencies: nx.DiGraph
+    budget: tuple[float, int]
+
+
+# How many steps longer storages stay so that work may run beside their last use, as far as there is memory for it.
+_LONGER = (1 << 30, 64, 16, 4, 0)
+
+
+def _plan_calls_in_lanes(
+    sized: SizedProgram, requirements: Requirements, work: WorkInLanes | None
+) -> MemoryPlan | None:
+    """A plan with lanes; None where they save no time, or take more memory than they may."""
+    if work is None:
+        return None
+    sizes = expected_sizes(sized.plan.graph, sized.plan.facts, symbols_at(sized.symbol_values))
+    pieces = pieces_of(sized, work.dependencies, sizes)
+    if not pieces:
+        return None
+    ratio, negligible = work.budget
+    most = _most_of_call(requirements)
+    most = max(int(most * ratio), most + negligible)
+    for steps in _LONGER:
+        plan = _plan_calls(requirements, lambda buffer, steps=steps: stretched(buffer, pieces, steps), most)  # type: ignore[misc]
+        if plan is None:
+            continue
+        lanes, beside = choose_lanes(sized.plan, plan, pieces, work.count)
+        if not lanes:
+            return None
+        if (taken := _most_beside(requirements, plan, sized.plan, beside, pieces)) <= most:
+            return replace(plan, lanes=lanes, peak=max(plan.peak, taken))
+    return None
+
+
+def _plan_calls(
+    requirements: Requirements, stretched: Callable[[Buffer], Buffer] = lambda buffer: buffer, most: int = 0
+) -> Any:
     """A plan for the memory of one call: temporaries share regions, and other storages are allocated per call.
 
     The peak is no higher than if each storage were allocated separately, from first to last use. In a step that also
     uses memory of unknown size, regions therefore take no more bytes than the live storages in them.
+
+    Args:
+        stretched: how long a storage stays.
+        most: None is returned if more bytes would be in use; 0 for no limit.
     """
-    buffers = {i: buffer for items in requirements.planned.values() for i, buffer in items if i is not None}
-    unplanned = [*requirements.donated, *(b for items in requirements.unplanned.values() for _, b in items)]
+    buffers = {
+        i: stretched(buffer) for items in requirements.planned.values() for i, buffer in items if i is not None
+    }
+    unplanned = [*requirements.donated, *_of_operators(requirements)]
     others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.region_storages)]
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
+    if most and peak_limit > most:
+        return None
     # Memory of unknown size counts as all that there may be, so that no region grows over that step.
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
+    in_regions = {index: buffers[index] for index in requirements.region_storages}
     steps = requirements.end - 1
-    shared = share_regions(requirements.region_storages, others, peak_limit, alignment, steps, requirements.unshared)
+    shared = share_regions(in_regions, others, peak_limit, alignment, steps, requirements.unshared)
     regions = [Region(_CPU, one.begin, one.end, one.size, alignment, kept=one.kept) for one in shared]
     plan = _assign_homes(requirements, regions, [region.offsets for region in shared], Home.CALL)
     per_call = [buffer for index, buffer in buffers.items() if plan.places[index].home is Home.CALL]
-    bound, plain = most_alive(buffers.values()), sum(buffer.size for buffer in buffers.values())
+    planned = [b for items in requirements.planned.values() for i, b in items if i is not None]
+    bound, plain = most_alive(planned), sum(buffer.size for buffer in planned)
     return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
+
+
+def _of_operators(requirements: Requirements) -> list[Buffer]:
+    return [buffer for items in requirements.unplanned.values() for _, buffer in items]
+
+
+def _most_of_call(requirements: Requirements) -> int:
+    """The most bytes that a call takes if one node runs after the other."""
+    planned = [b for items in requirements.planned.values() for i, b in items if i is not None]
+    return most_alive([*requirements.donated, *_of_operators(requirements), *planned])
+
+
+def _most_beside(
+    requirements: Requirements,
+    plan: MemoryPlan,
+    program: ProgramPlan,
+    beside: Sequence[range],
+    pieces: Sequence[Piece],
+) -> int:
+    """The most bytes that a call takes if nodes run in lanes.
+
+    Args:
+        beside: for each step, the steps that may run while it does.
+        pieces: behind each of them inputs are freed that were used last in it.
+    """
+    users = defaultdict[int, list[int]](list)
+    for step, node in enumerate(program.schedule):
+        for index in program.facts.named_in([node]):
+            users[index].append(step)
+    of_region = defaultdict[int, list[int]](list)
+    for index, place in enumerate(plan.places):
+        if place.home is Home.REGION:
+            of_region[place.region] += users[index]
+
+    def in_lanes(item: Any, steps: Iterable[int]) -> Any:
+        """What exists from the first to the last of these steps, and while steps may run beside them."""
+        reached = [beside[step] for step in (*steps, item.begin, item.end - 1) if step < len(beside)]
+        begin, end = min(r.start for r in reached), max(r.stop for r in reached)
+        return replace(item, begin=min(begin, item.begin), end=max(end, item.end))
+
+    regions = [region if region.kept else in_lanes(region, of_region[n]) for n, region in enumerate(plan.regions)]
+    items = [item for one in (requirements.planned, requirements.unplanned) for own in one.values() for item in own]
+    separate = [
+        in_lanes(buffer, users[index] if index is not None else ())
+        for index, buffer in items
+        if index is None or plan.places[index].home is not Home.REGION
+    ]
+    donated = [stretched(buffer, pieces, len(beside)) for buffer in requirements.donated]
+    return most_alive([*regions, *separate, *donated])
 
 
 def bytes_of_call(sized: SizedProgram, memory: MemoryPlan | None = None, in_pool: int = 0) -> int:

@@ -305,6 +305,14 @@ def may_keep_operands(node: Node) -> bool:
     return is_work(node) and node.target is not launch and foreign
 
 
+def has_parallel_region(node: Node) -> bool:
+    """Whether a node is a kernel of the CPU that works on several threads by itself."""
+    if node.target is not launch:
+        return False
+    kernel = operator.attrgetter(str(node.args[0].target))(node.graph.owning_module)  # type: ignore[union-attr]
+    return "#pragma omp parallel" in kernel.source
+
+
 def may_differ_again(node: Node) -> bool:
     """Whether a second run on the same bytes may give other bits, because threads add in any order."""
     if node.target is launch:

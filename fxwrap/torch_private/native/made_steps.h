@@ -7,6 +7,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "kept_memory.h"
+#include "lanes.h"
 #include "products.h"
 #include "nested_steps.h"
 
@@ -50,8 +51,8 @@ inline void define_steps(py::module_& m) {
   m.def("fill", made<FillStep, Given, Given>);
   m.def("kernel", made<KernelStep, Given, Object, Given, Given>);
   m.def("operator", made<OperatorStep, const Results&, Object, Given, Given>);
-  m.def("product", [](const Results& results, Object overload, Given args, Given kwargs, std::optional<Gemms> gemms) {
-    auto product = gemms ? made<ProductStep>(results, overload, args, kwargs, *gemms) : py::none();
+  m.def("product", [](const Results& results, Object overload, Given args, Given kwargs, std::optional<std::array<uint64_t, 3>> gemms) {
+    auto product = gemms ? made<ProductStep>(results, overload, args, kwargs, Gemms(*gemms)) : py::none();
     return product.is_none() ? made<OperatorStep>(results, overload, args, kwargs) : product;
   });
   m.def("number", made<NumberStep, const Results&, Object, Given, Given>);
@@ -62,6 +63,7 @@ inline void define_steps(py::module_& m) {
   m.def("move", made<MoveStep, const Results&, Given, Given>);
   m.def("branch", made<BranchStep, Given, const Blocks&, Given>);
   m.def("loop", made<LoopStep, Results, Given, const Results&, const Blocks&, Given, Given>);
+  m.def("lanes", made<LanesStep, const Blocks&, const std::vector<size_t>&, const LanesStep::Waits&, std::vector<int64_t>>);
   m.def("item", made<ItemStep, const Results&, Given, Given>);
 
   m.def("python", made<PythonStep, Object, Parts, const py::tuple&, Results, bool>);

@@ -78,7 +78,12 @@ class OrPythonStep : public Step {
   void run(Slots& slots) final {
     if (natively(slots)) return;
     py::gil_scoped_acquire locked;
-    python_->run(slots);
+    try {
+      python_->run(slots);
+    } catch (python_error& error) {
+      error.persist();  // it may reach the caller on another thread
+      throw;
+    }
   }
 
  private:

@@ -27,6 +27,7 @@ struct UnitState {
   std::vector<Py_ssize_t> kept_inputs;               // without a slot
   Shared shared;
   std::vector<std::unique_ptr<Step>> steps;
+  std::vector<int64_t> lines;  // of the listing, by step
   std::vector<size_t> cleared;  // slots, at the end of a call
   std::optional<Value> result;
   std::string name;                                      // of the range in profiles that a call is
@@ -54,7 +55,7 @@ struct Unit {
   UnitState* state;
   int64_t busy;  // the process whose thread is in a call; 0 if none is
   bool ended;
-  Py_ssize_t failed;
+  int64_t failed;  // a line of the listing
 
   // Whether this process was forked while another thread of the parent was in a call. Nobody knows how far that is: the
   // unit is not called any more, and what is in slots and regions stays as it is, without being freed.
@@ -131,7 +132,7 @@ class Call {
       }
       run_until(state_.steps.size());
     } catch (...) {
-      unit_->failed = static_cast<Py_ssize_t>(at);
+      unit_->failed = state_.steps[at]->failed_line(state_.lines[at]);
       throw;
     }
     auto returned = state_.result->make(state_.slots);
@@ -211,7 +212,7 @@ PyObject* replay(Unit* unit, PyObject* inputs) {
 
 bool is_idle(const Unit* unit) { return unit->state != nullptr && unit->busy == 0; }
 
-// unit(inputs): outputs, or MISSED if the call does not suit it. On an error `failed` is the position of the step.
+// unit(inputs): outputs, or MISSED if the call does not suit it. On an error `failed` is the line of the step.
 PyObject* unit_call(PyObject* self, PyObject* const* arguments, size_t flags, PyObject*) {
   auto* unit = reinterpret_cast<Unit*>(self);
   if (PyVectorcall_NARGS(flags) != 1 || !PyList_CheckExact(arguments[0])) {
@@ -288,7 +289,7 @@ void unit_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-PyObject* unit_failed(PyObject* self, void*) { return PyLong_FromSsize_t(reinterpret_cast<Unit*>(self)->failed); }
+PyObject* unit_failed(PyObject* self, void*) { return PyLong_FromLongLong(reinterpret_cast<Unit*>(self)->failed); }
 PyObject* unit_abandoned(PyObject* self, void*) { return PyBool_FromLong(reinterpret_cast<Unit*>(self)->is_abandoned()); }
 PyObject* unit_used(PyObject* self, void*) {
   auto* state = reinterpret_cast<Unit*>(self)->state;
@@ -315,6 +316,8 @@ PyObject* new_unit(PyObject*, PyObject* argument) {
     step->join(state->shared);
     state->steps.push_back(std::move(step));
   }
+  state->lines = py::cast<std::vector<int64_t>>(described.attr("lines"));
+  state->lines.resize(state->steps.size(), -1);
   state->result.emplace(py::cast<const Value&>(described.attr("result")));
   state->name = py::cast<std::string>(described.attr("name"));
   state->ranges = py::cast<std::vector<std::pair<size_t, std::string>>>(described.attr("ranges"));
@@ -405,6 +408,7 @@ PyMODINIT_FUNC PyInit_fxwrap_replay() {
   process = getpid();
   pthread_atfork(nullptr, nullptr, [] {
     process = getpid();
+    is_forked = true;
     Call::forked();
   });
   KeptMemory::survive_forks();

@@ -39,6 +39,11 @@ class Step {
   // Needed: it holds the interpreter's lock. InTheWay: it works long, and the lock is released. Either: it stays as it is.
   enum class Lock { Needed, InTheWay, Either };
   virtual Lock lock() const { return Lock::Either; }
+  // Whether it computes the same bits on a thread beside others. Asked of steps in a lane (lanes.h) after they have run.
+  enum class Beside { NotKnown, No, Yes };
+  virtual Beside beside_others() const { return Beside::Yes; }
+  // The line in the listing of what has raised; own: the step's own.
+  virtual int64_t failed_line(int64_t own) const { return own; }
   // What a listing says of it.
   virtual const char* note() const { return ""; }
   // For Python's garbage collection: every object of Python's that it refers to, except those in slots.

@@ -21,6 +21,8 @@ namespace fxwrap {
 
 // Who holds a lock: what another thread was doing in the parent of a fork is nobody's work in the child.
 inline int64_t process = 0;
+// Whether this process was forked after the library was loaded.
+inline bool is_forked = false;
 
 // Whether this thread has the interpreter's lock, and lets go of it for steps that need no Python.
 class InterpreterLock {
