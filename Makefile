@@ -34,7 +34,7 @@ $(TESTS): export OMP_NUM_THREADS ?= 1
 LINKER := $(firstword $(foreach name,mold ld.lld ld.gold,$(shell command -v $(name))))
 $(TESTS): export COMPILER_PATH ?= $(if $(LINKER),$(CURDIR)/$(VENV)/linker)
 
-.PHONY: demo quick wheel hostsim gpu rehearsal lint benchmark sanitize clean test-cuda cuda cuda-torch $(TESTS)
+.PHONY: demo quick wheel hostsim gpu rehearsal lint benchmark sanitize sanitize-threads clean test-cuda cuda cuda-torch $(TESTS)
 
 # Torch works without NumPy, which nothing here needs, and warns.
 demo: export PYTHONWARNINGS := ignore:Failed to initialize NumPy:UserWarning
@@ -141,6 +141,13 @@ sanitize: $(VENV)/.installed-test
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" $(BIN)/python \
 		-m pytest --capture=sys tests/graphs/test_unit*.py tests/graphs/test_products.py \
 		tests/graphs/test_partitions_end_to_end.py $(ARGS)
+
+# Lanes under the thread sanitizer, which sees the helper library alone. It wants addresses as they always are.
+sanitize-threads: export FXWRAP_NATIVE_FLAGS := -O1 -g1 -fno-inline -fno-omit-frame-pointer -fsanitize=thread
+sanitize-threads: export TSAN_OPTIONS := halt_on_error=1:report_signal_unsafe=0:suppressions=$(CURDIR)/tests/openmp.tsan
+sanitize-threads: $(VENV)/.installed-test
+	LD_PRELOAD="$$($(CXX) -print-file-name=libtsan.so)" setarch -R $(BIN)/python -m pytest --capture=sys \
+		tests/graphs/test_threads_in_lanes.py --deselect tests/graphs/test_threads_in_lanes.py::test_a_forked_child_calls $(ARGS)
 
 # What only a GPU can tell. Where Python has a torch already, that is taken as it is, with the checkout alone: nothing is
 # installed, as a machine that is lent may have no network. With TORCH=2.14.1 there is an environment for that one.

@@ -89,7 +89,7 @@ class Options:
     lanes: int = _option(
         0,
         "how much of a call may run at the same time, on threads of the CPU: 1 for one node after the other, 0 for "
-        "as much as torch has threads",
+        "as much as torch has threads, up to four",
         minimum=0,
     )
     inputs_apart: bool = _option(

@@ -254,7 +254,7 @@ class HostGraphPlanner:
         plan, options = sized.plan, self.options
         if sized.lanes < 2 or sized.frozen or plan.graph is not self.graph or options.memory_limit:
             return None
-        return WorkInLanes(sized.lanes, self._analysis[2], (options.peak_budget, NEGLIGIBLE))
+        return WorkInLanes(sized.lanes, lambda: self._analysis[2], (options.peak_budget, NEGLIGIBLE))
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
         return bytes_of_call(sized, self.plan_memory(sized) if sized.frozen else None, in_pool)

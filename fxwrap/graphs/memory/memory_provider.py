@@ -34,6 +34,9 @@ from .operator_memory import known_memory
 from .planning import Planner
 from .shared_state import SHARED
 
+# Of a call that does not say how many: with more, the threads take longer to meet, and few programs are as wide.
+_MOST_LANES = 4
+
 
 @dataclass(eq=False)
 class Estimate:
@@ -104,7 +107,7 @@ class MemoryProvider:
         budget: the most bytes that a call may take. If there is such a limit, no memory is kept for later calls, and
             arenas are no larger than needed.
         arena_class: the class of their arenas.
-        lanes: the most work that a call does at the same time; 0 for as much as torch has threads.
+        lanes: the most work that a call does at the same time; 0 for as much as torch has threads, and at most four.
     """
 
     planner: Planner
@@ -260,7 +263,9 @@ class MemoryProvider:
 
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         sized = self.budget.sized(self.program, self.planned_call(inputs, static))
-        return sized if sized.frozen else replace(sized, lanes=self.lanes or torch.get_num_threads())
+        return (
+            sized if sized.frozen else replace(sized, lanes=self.lanes or min(torch.get_num_threads(), _MOST_LANES))
+        )
 
     def _donated(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""

@@ -14,7 +14,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -75,22 +75,28 @@ class Piece:
     cost: Sequence[float]
 
 
-def pieces_of(sized: SizedProgram, dependencies: nx.DiGraph, sizes: Mapping[int, int]) -> list[Piece]:
+def pieces_of(sized: SizedProgram, dependencies: Callable[[], nx.DiGraph], sizes: Mapping[int, int]) -> list[Piece]:
     """The pieces of a schedule in which there is work for two lanes.
 
     Args:
+        dependencies: of the program's graph. A program that a cache has, and in which there is too little work for
+            lanes, needs none.
         sizes: bytes of the program's storages.
     """
     plan, found = sized.plan, list[Piece]()
-    before, layouts = work_before(plan, dependencies), _Layouts(symbols_at(sized.symbol_values))
+    layouts = _Layouts(symbols_at(sized.symbol_values))
+    before: Mapping[Node, Collection[Node]] | None = None
     for begin, end in _runs(plan, layouts):
         nodes = plan.schedule[begin:end]
+        cost = [_cost(node, work_of(node, plan.facts, sizes)) for node in nodes]
+        if not _pays(cost, sum(cost) / 2):
+            continue
+        if before is None:
+            before = work_before(plan, dependencies())
         place = {node: n for n, node in enumerate(nodes)}
         own = [frozenset(place[source] for source in before[node] if source in place) for node in nodes]
-        cost = [_cost(node, work_of(node, plan.facts, sizes)) for node in nodes]
-        piece = Piece(begin, end, own, cost)
-        if _pays(piece, _longest(piece)):
-            found.append(piece)
+        if _pays(cost, _longest_chain(own, cost)):
+            found.append(Piece(begin, end, own, cost))
     return found
 
 
@@ -159,17 +165,16 @@ def _cost(node: Node, moved: int) -> float:
     return least + moved / _BYTES
 
 
-def _pays(piece: Piece, beside: float) -> bool:
-    serial = sum(piece.cost)
-    return beside + _FORK < _WORTH * serial
+def _pays(cost: Sequence[float], beside: float) -> bool:
+    """Whether work should run in lanes, if that takes so long."""
+    return beside + _FORK < _WORTH * sum(cost)
 
 
-def _longest(piece: Piece) -> float:
-    """The longest chain, and half of the work: with two lanes it takes no less."""
+def _longest_chain(before: Sequence[Collection[int]], cost: Sequence[float]) -> float:
     ends = list[float]()
-    for own, cost in zip(piece.before, piece.cost, strict=True):
-        ends.append(cost + max((ends[source] for source in own), default=0.0))
-    return max(*ends, sum(piece.cost) / 2)
+    for own, takes in zip(before, cost, strict=True):
+        ends.append(takes + max((ends[source] for source in own), default=0.0))
+    return max(ends)
 
 
 def stretched(buffer: Buffer, pieces: Sequence[Piece], steps: int) -> Buffer:
@@ -208,7 +213,7 @@ def choose_lanes(
         for first, second in _in_one_place(plan, nodes, bytes_of):
             before[second].add(first)
         lanes, end = _scheduled(before, piece.cost, count)
-        if max(lanes) == 0 or not _pays(piece, end):
+        if max(lanes) == 0 or not _pays(piece.cost, end):
             continue
         waits = list(needed_waits(lanes, before))
         chosen.append(

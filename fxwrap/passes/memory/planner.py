@@ -100,12 +100,12 @@ class WorkInLanes:
 
     Attributes:
         count: the most lanes.
-        dependencies: of the program's graph.
+        dependencies: makes those of the program's graph.
         budget: how many times the memory of one lane several may take, and bytes that do not matter.
     """
 
     count: int
-    dependencies: nx.DiGraph
+    dependencies: Callable[[], nx.DiGraph]
     budget: tuple[float, int]
 
 

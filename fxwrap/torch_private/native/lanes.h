@@ -5,7 +5,9 @@
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 
+#ifdef _OPENMP
 #include <omp.h>
+#endif
 #include <sched.h>
 
 #include <atomic>
@@ -27,6 +29,15 @@ inline void hear(void* of) { __tsan_acquire(of); }
 #else
 inline void tell(void*) {}
 inline void hear(void*) {}
+#endif
+
+// Without OpenMP one thread goes along all lanes.
+#ifdef _OPENMP
+inline size_t thread_number() { return static_cast<size_t>(omp_get_thread_num()); }
+inline bool in_parallel() { return omp_in_parallel() != 0; }
+#else
+inline size_t thread_number() { return 0; }
+inline bool in_parallel() { return false; }
 #endif
 
 // Steps of one unit in lanes: in a lane one after the other, and beside those of other lanes.
@@ -90,7 +101,7 @@ class LanesStep : public Step {
     tell(this);
 #pragma omp parallel num_threads(static_cast<int>(threads))
     {
-      const auto thread = static_cast<size_t>(omp_get_thread_num());
+      const auto thread = thread_number();
       if (thread == 0) {
         take_part(slots, 0);
       } else {
@@ -137,7 +148,7 @@ class LanesStep : public Step {
     }
     // OpenMP waits forever, in a forked child, for threads that are not there. A profile shows one thread's work, and
     // modes of Python's see the calls of one thread.
-    return beside_ == Beside::Yes && !is_forked && omp_in_parallel() == 0 && !unit_->profiled &&
+    return beside_ == Beside::Yes && !is_forked && !in_parallel() && !unit_->profiled &&
            !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value() &&
            !c10::impl::tls_local_dispatch_key_set().included_.has(c10::DispatchKey::Python);
   }

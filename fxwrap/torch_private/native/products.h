@@ -259,7 +259,8 @@ class ProductStep : public OperatorStep {
       return compute<T>(tensors, alone) && std::memcmp(result.data(), expected.data(), result.size() * sizeof(T)) == 0;
     };
     if (!is_same(false)) return false;
-    alone_ = gemms_.threads != nullptr && is_same(true) ? at::get_num_threads() : 0;
+    const auto threads = at::get_num_threads();
+    alone_ = threads > 1 && gemms_.threads != nullptr && is_same(true) ? threads : 0;
     return true;
   }
 
