@@ -5,6 +5,7 @@ Where addresses are frozen, storages get offsets in an arena. On the CPU they ge
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -124,12 +125,13 @@ def _plan_calls_in_lanes(
     if not pieces:
         return None
     ratio, negligible = work.budget
-    most = _most_of_call(requirements)
-    most = max(int(most * ratio), most + negligible)
+    alone = _most_of_call(requirements)
+    most = max(int(alone * ratio), alone + negligible)
     for steps in _LONGER:
-        plan = _plan_calls(requirements, lambda buffer, steps=steps: stretched(buffer, pieces, steps), most)  # type: ignore[misc]
-        if plan is None:
+        longer = functools.partial(stretched, pieces=pieces, steps=steps)
+        if _most_of_call(requirements, longer) > most:
             continue
+        plan = _plan_calls(requirements, longer)
         lanes, beside = choose_lanes(sized.plan, plan, pieces, work.count)
         if not lanes:
             return None
@@ -138,26 +140,24 @@ def _plan_calls_in_lanes(
     return None
 
 
-def _plan_calls(
-    requirements: Requirements, stretched: Callable[[Buffer], Buffer] = lambda buffer: buffer, most: int = 0
-) -> Any:
+# How long a storage exists.
+_Lifetime = Callable[[Buffer], Buffer]
+
+
+def _as_used(buffer: Buffer) -> Buffer:
+    return buffer
+
+
+def _plan_calls(requirements: Requirements, lifetime: _Lifetime = _as_used) -> MemoryPlan:
     """A plan for the memory of one call: temporaries share regions, and other storages are allocated per call.
 
-    The peak is no higher than if each storage were allocated separately, from first to last use. In a step that also
-    uses memory of unknown size, regions therefore take no more bytes than the live storages in them.
-
-    Args:
-        stretched: how long a storage stays.
-        most: None is returned if more bytes would be in use; 0 for no limit.
+    The peak is no higher than if each storage were allocated separately, for its lifetime. In a step that also uses
+    memory of unknown size, regions therefore take no more bytes than the live storages in them.
     """
-    buffers = {
-        i: stretched(buffer) for items in requirements.planned.values() for i, buffer in items if i is not None
-    }
+    buffers = {i: lifetime(buffer) for i, buffer in _planned(requirements).items()}
     unplanned = [*requirements.donated, *_of_operators(requirements)]
     others = [*unplanned, *(b for index, b in buffers.items() if index not in requirements.region_storages)]
     peak_limit, alignment = most_alive([*unplanned, *buffers.values()]), _alignment(_CPU)
-    if most and peak_limit > most:
-        return None
     # Memory of unknown size counts as all that there may be, so that no region grows over that step.
     others += [Buffer("unknown", peak_limit, step, step + 1) for step in requirements.unknown]
     in_regions = {index: buffers[index] for index in requirements.region_storages}
@@ -166,18 +166,22 @@ def _plan_calls(
     regions = [Region(_CPU, one.begin, one.end, one.size, alignment, kept=one.kept) for one in shared]
     plan = _assign_homes(requirements, regions, [region.offsets for region in shared], Home.CALL)
     per_call = [buffer for index, buffer in buffers.items() if plan.places[index].home is Home.CALL]
-    planned = [b for items in requirements.planned.values() for i, b in items if i is not None]
+    planned = _planned(requirements).values()
     bound, plain = most_alive(planned), sum(buffer.size for buffer in planned)
     return replace(plan, peak=most_alive([*per_call, *regions]), lower_bound=bound, plain=plain)
+
+
+def _planned(requirements: Requirements) -> dict[int, Buffer]:
+    return {i: buffer for items in requirements.planned.values() for i, buffer in items if i is not None}
 
 
 def _of_operators(requirements: Requirements) -> list[Buffer]:
     return [buffer for items in requirements.unplanned.values() for _, buffer in items]
 
 
-def _most_of_call(requirements: Requirements) -> int:
+def _most_of_call(requirements: Requirements, lifetime: _Lifetime = _as_used) -> int:
     """The most bytes that a call takes if one node runs after the other."""
-    planned = [b for items in requirements.planned.values() for i, b in items if i is not None]
+    planned = map(lifetime, _planned(requirements).values())
     return most_alive([*requirements.donated, *_of_operators(requirements), *planned])
 
 
