@@ -130,7 +130,7 @@ class _Layouts:
         otherwise. So work that has one of its own runs alone; it has all threads for itself then.
         """
         if (kernel := kernel_of(node)) is not None:
-            return kernel.address is not None and "omp parallel" not in kernel.source
+            return kernel.address is not None and bool(kernel.source) and "omp parallel" not in kernel.source
         overload = schema_of(node)
         if kind_of(node) is not Kind.EXTERN or overload is None:
             return checks_layout(node)
