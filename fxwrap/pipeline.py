@@ -250,11 +250,10 @@ class HostGraphPlanner:
         return memory
 
     def _in_lanes(self, sized: SizedProgram) -> WorkInLanes | None:
-        """What decides which work runs at the same time; None where nothing does, and within a limit of bytes."""
-        plan, options = sized.plan, self.options
-        if sized.lanes < 2 or sized.frozen or plan.graph is not self.graph or options.memory_limit:
+        """What decides which work runs at the same time; None where nothing does."""
+        if sized.lanes < 2 or sized.frozen or sized.plan.graph is not self.graph:
             return None
-        return WorkInLanes(sized.lanes, lambda: self._analysis[2], (options.peak_budget, NEGLIGIBLE))
+        return WorkInLanes(sized.lanes, lambda: self._analysis[2], (self.options.peak_budget, NEGLIGIBLE))
 
     def bytes_of_call(self, sized: SizedProgram, in_pool: int) -> int:
         return bytes_of_call(sized, self.plan_memory(sized) if sized.frozen else None, in_pool)

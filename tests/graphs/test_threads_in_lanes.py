@@ -85,6 +85,17 @@ def test_a_training_step_in_lanes() -> None:
 
 
 @torch.no_grad()
+def test_one_lane_within_a_limit_that_comes_later() -> None:
+    """Lanes may take more, by a bound."""
+    function, given = compiled(Towers().eval()), keys()
+    expected = [function(*given) for _ in range(3)][-1]
+    assert lanes_of(function)
+    fxwrap.limit_memory(function.call, "1 MiB")
+    assert all(torch.equal(function(*given), expected) for _ in range(4))
+    assert not lanes_of(function)
+
+
+@torch.no_grad()
 def test_the_number_of_threads_changes_between_calls() -> None:
     model, given = Towers().eval(), keys()
     function = compiled(model)

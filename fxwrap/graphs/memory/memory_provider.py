@@ -263,9 +263,9 @@ class MemoryProvider:
 
     def _sized(self, inputs: Sequence[Any], static: Collection[int]) -> SizedProgram:
         sized = self.budget.sized(self.program, self.planned_call(inputs, static))
-        return (
-            sized if sized.frozen else replace(sized, lanes=self.lanes or min(torch.get_num_threads(), _MOST_LANES))
-        )
+        if sized.frozen or self.limited:  # of what is alive in lanes a bound is known, which a limit need not keep
+            return sized
+        return replace(sized, lanes=self.lanes or min(torch.get_num_threads(), _MOST_LANES))
 
     def _donated(self, inputs: Sequence[Any]) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """Storages whose sharing inputs are all donated: the bytes of each, and the inputs."""
